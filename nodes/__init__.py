@@ -1,0 +1,15 @@
+"""The nodes of the package. ComfyUI gets them from the extension below; each node lives in a file of its own name."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .loaders.model_loader import ErnieFastModelLoader
+
+
+class ErnieFastExtension(ComfyExtension):
+    """Lists every node of the package."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """Return the node classes in the order in which they are documented."""
+        return [ErnieFastModelLoader]

@@ -1,0 +1,1 @@
+"""The loader nodes: diffusion model, text encoder, LoRA."""

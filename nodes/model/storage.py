@@ -1,0 +1,266 @@
+"""How each linear weight of a checkpoint is stored, whatever way the file says it.
+
+Files mark quantised weights in four ways: a `comfy_quant` tensor per layer, a `_quantization_metadata` header, the older
+`scaled_fp8` with `scale_weight`, or not at all. All become one map: layer name -> the JSON of a `comfy_quant` marker.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors
+
+from ...kernels.formats import DTYPE_BITS, FLOAT_DTYPES, FORMATS, FP8_DTYPES, StorageFormat
+from .checkpoint import Checkpoint, CheckpointError, TensorInfo
+
+MARKER = ".comfy_quant"
+_MAX_MARKER_BYTES = 64 * 1024
+# Tensors of formats that have no place in ComfyUI: SVDQuant (nunchaku), bitsandbytes, AWQ and GPTQ.
+_FOREIGN_QUANT = re.compile(r"\.(qweight|qzeros|wscales|wzeros|absmax|quant_map|quant_state\.\w+|proj_down|smooth_factor)$")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the tensors of one model are stored.
+
+    Args:
+        layers: quantised layer -> its `comfy_quant` configuration (always with "format").
+        rename: tensor name in the file (without prefix) -> name that ComfyUI expects.
+        drop: tensors of the file that carry no weights (old markers, scales of exactly 1).
+        dtypes: parameter counts per dtype of the tensors that are not quantised.
+        parameters: number of weights, 4-bit ones counted unpacked.
+        stored_bytes: size of all weights and scales as stored.
+    """
+
+    layers: Mapping[str, Mapping[str, Any]]
+    rename: Mapping[str, str]
+    drop: frozenset[str]
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    stored_bytes: int = 0
+
+    def format_counts(self) -> Counter[str]:
+        """Return how many layers each quantised format has."""
+        return Counter(str(config["format"]) for config in self.layers.values())
+
+    @property
+    def title(self) -> str:
+        """The format's name for people: 'BF16', 'scaled FP8 (E4M3)', 'mixed: ...'."""
+        names = [FORMATS[name].title for name, _ in self.format_counts().most_common()]
+        if not names:
+            main = max(self.dtypes, key=lambda dtype: self.dtypes[dtype], default="F32")
+            plain = {"F32": "FP32", "F16": "FP16", "F8_E4M3": "plain FP8 (E4M3)", "F8_E5M2": "plain FP8 (E5M2)"}
+            return plain.get(main, main)
+        return names[0] if len(names) == 1 else "mixed: " + ", ".join(names)
+
+
+def detect_storage(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], prefix: str) -> Storage:
+    """Find how each weight is stored and check that its scales are there.
+
+    Args:
+        checkpoint: the open checkpoint (its small marker tensors are read).
+        tensors: the model's tensors by name without prefix.
+        prefix: what stood before the names in the file.
+
+    Raises: CheckpointError for a format ComfyUI does not know, or for scales that are missing or have a wrong shape.
+    """
+    label = checkpoint.label
+    _refuse_foreign_formats(tensors, label)
+    rename, drop = _old_names(checkpoint, tensors, prefix)
+    current = {rename.get(name, name): info for name, info in tensors.items() if name not in drop}
+    layers = _declared_layers(checkpoint, tensors, current, prefix)
+    for name, info in current.items():
+        if name.endswith(".weight") and name[: -len(".weight")] not in layers:
+            guessed = _undeclared(name[: -len(".weight")], info, current, label)
+            if guessed:
+                layers[name[: -len(".weight")]] = guessed
+    _add_full_precision_flag(layers, tensors, prefix, checkpoint)
+    for layer, config in layers.items():
+        _check_layer(layer, FORMATS[config["format"]], current, label)
+    return _summed(layers, rename, drop, current)
+
+
+def logical_shapes(tensors: Mapping[str, TensorInfo], storage: Storage) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape with packed 4-bit weights counted unpacked."""
+    shapes = {name: info.shape for name, info in tensors.items() if name not in storage.drop}
+    for layer, config in storage.layers.items():
+        key = f"{layer}.weight"
+        if key in shapes:
+            shapes[key] = FORMATS[config["format"]].logical_shape(shapes[key])
+    return shapes
+
+
+def _refuse_foreign_formats(tensors: Iterable[str], label: str) -> None:
+    for name in tensors:
+        match = _FOREIGN_QUANT.search(name)
+        if match:
+            raise CheckpointError(
+                f"{label}: '{name}' belongs to a format that is not read here (SVDQuant, bitsandbytes, AWQ or GPTQ). "
+                f"Use a file in one of these: BF16, FP8, {', '.join(FORMATS)}."
+            )
+
+
+def _old_names(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], prefix: str) -> tuple[dict[str, str], frozenset[str]]:
+    """Map `scale_weight` and `scale_input` to today's names; drop the old marker and input scales of exactly 1."""
+    rename: dict[str, str] = {}
+    drop = {name for name in tensors if name == "scaled_fp8"}
+    for name, info in tensors.items():
+        if name.endswith(".scale_weight"):
+            rename[name] = name[: -len("scale_weight")] + "weight_scale"
+        elif name.endswith(".scale_input"):
+            rename[name] = name[: -len("scale_input")] + "input_scale"
+            if info.numel == 1 and info.dtype in FLOAT_DTYPES and _read(checkpoint, prefix + name, info).item() == 1.0:
+                drop.add(name)
+    return rename, frozenset(drop)
+
+
+def _read(checkpoint: Checkpoint, name: str, info: TensorInfo) -> Any:
+    """Read one small tensor to the CPU."""
+    with safetensors.safe_open(str(info.file), framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
+def _declared_layers(
+    checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], current: Mapping[str, TensorInfo], prefix: str
+) -> dict[str, dict[str, Any]]:
+    """Collect the layers that the file itself declares as quantised."""
+    label = checkpoint.label
+    layers: dict[str, dict[str, Any]] = {}
+    header = checkpoint.metadata.get("_quantization_metadata")
+    if header is not None:
+        for name, config in _header_layers(header, label).items():
+            layer = name[len(prefix) :] if prefix and name.startswith(prefix) else name
+            if f"{layer}.weight" in current:
+                layers[layer] = _checked_config(layer, config, label)
+    for name, info in tensors.items():
+        if name.endswith(MARKER):
+            layer = name[: -len(MARKER)]
+            layers[layer] = _checked_config(layer, _read_marker(checkpoint, prefix + name, info), label)
+    if "scaled_fp8" in tensors:
+        for name in current:
+            layer = name[: -len(".weight_scale")]
+            if name.endswith(".weight_scale") and layer not in layers and f"{layer}.weight" in current:
+                dtype = current[f"{layer}.weight"].dtype
+                if dtype in FP8_DTYPES:
+                    layers[layer] = {"format": FP8_DTYPES[dtype]}
+    return layers
+
+
+def _header_layers(header: str, label: str) -> Mapping[str, Any]:
+    try:
+        parsed = json.loads(header)
+        layers = parsed["layers"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{label}: the header's _quantization_metadata cannot be read ({error!r}).") from error
+    if not isinstance(layers, dict):
+        raise CheckpointError(f"{label}: the header's _quantization_metadata has no map 'layers'.")
+    return layers
+
+
+def _read_marker(checkpoint: Checkpoint, name: str, info: TensorInfo) -> Any:
+    if info.dtype != "U8" or info.numel > _MAX_MARKER_BYTES:
+        raise CheckpointError(f"{checkpoint.label}: '{name}' is {info.dtype} {list(info.shape)}; a short U8 text is needed.")
+    try:
+        return json.loads(bytes(_read(checkpoint, name, info).flatten().tolist()))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint.label}: '{name}' holds no valid JSON ({error}).") from error
+
+
+def _checked_config(layer: str, config: Any, label: str) -> dict[str, Any]:
+    format_name = config.get("format") if isinstance(config, dict) else None
+    if not isinstance(format_name, str) or format_name not in FORMATS:
+        raise CheckpointError(
+            f"{label}: layer '{layer}' is stored as '{format_name}'; known formats are {', '.join(FORMATS)}. "
+            "Use a file in one of these, or update ERNIE-Image Fast."
+        )
+    return dict(config)
+
+
+def _undeclared(layer: str, info: TensorInfo, current: Mapping[str, TensorInfo], label: str) -> dict[str, Any] | None:
+    """Name the format of a layer without a marker from its weight and scales; None for an ordinary weight.
+
+    Raises: CheckpointError when scales are there but do not tell which format they belong to.
+    """
+    scale = current.get(f"{layer}.weight_scale")
+    if scale is None:
+        if info.dtype in FP8_DTYPES or info.dtype in FLOAT_DTYPES:
+            return None
+        raise CheckpointError(
+            f"{label}: '{layer}.weight' is {info.dtype} without a scale or a format marker; it cannot be read back. "
+            f"Known formats are BF16, FP16, FP32, FP8, {', '.join(FORMATS)}."
+        )
+    if len(info.shape) == 2 and info.dtype in FP8_DTYPES and scale.numel == 1:
+        return {"format": FP8_DTYPES[info.dtype]}
+    for name in ("mxfp8", "nvfp4"):
+        candidate = FORMATS[name]
+        fits = info.dtype == candidate.weight_dtype and scale.dtype in candidate.scale_dtypes and len(info.shape) == 2
+        if fits and scale.numel in candidate.scale_sizes(_pair(candidate.logical_shape(info.shape))):
+            return {"format": name}
+    raise CheckpointError(
+        f"{label}: layer '{layer}' has a {info.dtype} weight {list(info.shape)} and a {scale.dtype} scale "
+        f"{list(scale.shape)} but no format marker, and no known format looks like this ({', '.join(FORMATS)}). "
+        "Convert the file again with a tool that writes comfy_quant markers."
+    )
+
+
+def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], shape[1]
+
+
+def _add_full_precision_flag(
+    layers: Mapping[str, dict[str, Any]], tensors: Mapping[str, TensorInfo], prefix: str, checkpoint: Checkpoint
+) -> None:
+    """An old `scaled_fp8` marker of two elements asks for matrix products in full precision."""
+    marker = tensors.get("scaled_fp8")
+    if marker is not None and marker.numel == 2:
+        for config in layers.values():
+            config["full_precision_matrix_mult"] = True
+
+
+def _check_layer(layer: str, storage_format: StorageFormat, current: Mapping[str, TensorInfo], label: str) -> None:
+    """Check a quantised layer's weight and scales against its format."""
+    what = f"{label}: layer '{layer}' ({storage_format.title})"
+    weight = current.get(f"{layer}.weight")
+    scale = current.get(f"{layer}.weight_scale")
+    if weight is None:
+        raise CheckpointError(f"{what} has no weight. The file is incomplete; download it again.")
+    if len(weight.shape) != 2 or weight.dtype != storage_format.weight_dtype:
+        raise CheckpointError(
+            f"{what} has a {weight.dtype} weight {list(weight.shape)}; {storage_format.weight_dtype} with two "
+            "dimensions is needed. The marker and the weight do not belong together."
+        )
+    if scale is None:
+        raise CheckpointError(f"{what} has no weight_scale. The file is incomplete; download it again.")
+    sizes = storage_format.scale_sizes(_pair(storage_format.logical_shape(weight.shape)))
+    if scale.dtype not in storage_format.scale_dtypes or scale.numel not in sizes:
+        raise CheckpointError(
+            f"{what} has a {scale.dtype} weight_scale {list(scale.shape)}; {' or '.join(storage_format.scale_dtypes)} "
+            f"with {' or '.join(map(str, sorted(sizes)))} elements is needed."
+        )
+    second = current.get(f"{layer}.weight_scale_2")
+    if storage_format.global_scale and (second is None or second.numel != 1):
+        raise CheckpointError(f"{what} needs one number in weight_scale_2; found {'none' if second is None else list(second.shape)}.")
+
+
+def _summed(
+    layers: Mapping[str, Mapping[str, Any]], rename: Mapping[str, str], drop: frozenset[str], current: Mapping[str, TensorInfo]
+) -> Storage:
+    """Count parameters and bytes and build the Storage."""
+    dtypes: Counter[str] = Counter()
+    parameters = stored_bits = 0
+    for name, info in current.items():
+        if name.endswith(MARKER):
+            continue
+        stored_bits += info.numel * DTYPE_BITS.get(info.dtype, 32)
+        layer, _, kind = name.rpartition(".")
+        if layer in layers and kind == "weight":
+            parameters += info.numel * FORMATS[layers[layer]["format"]].packing
+        elif kind in ("weight", "bias"):
+            parameters += info.numel
+            dtypes[info.dtype] += info.numel
+    return Storage(layers, rename, drop, dict(dtypes), parameters, stored_bits // 8)
