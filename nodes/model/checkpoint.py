@@ -7,6 +7,7 @@ way in which a file can be broken into one sentence for the user.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import struct
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+
+logger = logging.getLogger("ernie_fast")
 
 SUFFIXES = (".safetensors", ".sft")
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
@@ -223,11 +226,18 @@ def read_json(file: Path, label: str) -> Any:
 
 
 def _read_config(folder: Path, label: str) -> Mapping[str, Any]:
-    """Return the model folder's config.json; {} when the folder has none (any ordinary models folder)."""
+    """Return the model folder's config.json; {} when there is none or it cannot be read.
+
+    An ordinary models folder may hold a config.json of something else, so a broken one stops nothing.
+    """
     file = folder / "config.json"
     if not file.is_file():
         return {}
-    config = read_json(file, label)
+    try:
+        config = read_json(file, label)
+    except CheckpointError as error:
+        logger.warning("%s It is ignored", error)
+        return {}
     return config if isinstance(config, dict) else {}
 
 

@@ -1,0 +1,90 @@
+"""The model files that a loader can offer: ComfyUI's folders, sharded folders, and whole repositories."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path, PurePosixPath
+
+import folder_paths
+
+from ..model.checkpoint import SUFFIXES, Checkpoint, CheckpointError, open_checkpoint, shard_set
+
+_DIFFUSERS = "diffusers"
+_ALL_IN_ONE = "checkpoints"
+
+
+def list_models(category: str, subfolder: str) -> list[str]:
+    """Return the names that a loader offers.
+
+    Args:
+        category: ComfyUI's folder category, such as "diffusion_models".
+        subfolder: the part's folder in a Hugging Face repository, such as "transformer".
+
+    Returns: the category's safetensors files, shard sets as one entry each; then "diffusers/NAME/<subfolder>" for
+    repositories in models/diffusers; then "checkpoints/NAME" for all-in-one files.
+    """
+    names = _collapse_shards(_safetensors(category))
+    names += [f"{_DIFFUSERS}/{path.parent.name}/{subfolder}" for path in _repository_folders(subfolder)]
+    names += [f"{_ALL_IN_ONE}/{name}" for name in _safetensors(_ALL_IN_ONE)]
+    return names
+
+
+def resolve_model(category: str, name: str) -> Path:
+    """Return the path of a file or folder that `list_models` named.
+
+    Raises: CheckpointError when it is not inside one of ComfyUI's model folders, or not there.
+    """
+    first, _, rest = name.replace("\\", "/").partition("/")
+    places = [(base, name) for base in folder_paths.get_folder_paths(category)]
+    if first in (_DIFFUSERS, _ALL_IN_ONE) and rest:
+        places += [(base, rest) for base in folder_paths.get_folder_paths(first)]
+    for base, relative in places:
+        path = inside(Path(base), relative)
+        if path is not None and path.exists():
+            return path
+    raise CheckpointError(
+        f"{name or '(empty name)'}: not found in ComfyUI's folder '{category}'. Put the file into models/{category} and "
+        "press R in ComfyUI to refresh the list, or choose another one."
+    )
+
+
+def open_model(category: str, name: str) -> Checkpoint:
+    """Open the checkpoint that `list_models` named. Raises CheckpointError, see `resolve_model`, `open_checkpoint`."""
+    return open_checkpoint(resolve_model(category, name), label=name)
+
+
+def inside(base: Path, relative: str) -> Path | None:
+    """Join a name to a folder; None when the name is empty, absolute, or climbs out of the folder."""
+    path = PurePosixPath(relative.replace("\\", "/"))
+    if not path.parts or path.is_absolute() or ".." in path.parts or ":" in path.parts[0] or "\0" in relative:
+        return None
+    return base.joinpath(*path.parts)
+
+
+def _safetensors(category: str) -> list[str]:
+    return [n for n in folder_paths.get_filename_list(category) if n.lower().endswith(SUFFIXES)]
+
+
+def _collapse_shards(names: list[str]) -> list[str]:
+    """Replace the shards of a set by its folder, or by the first shard where other files share the folder."""
+    by_folder: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        by_folder[name.replace("\\", "/").rpartition("/")[0]].append(name)
+    out: list[str] = []
+    for folder, members in by_folder.items():
+        sets: dict[str | None, list[str]] = defaultdict(list)
+        for name in members:
+            sets[shard_set(name.replace("\\", "/").rpartition("/")[2])].append(name)
+        if folder and len(sets) == 1 and None not in sets:
+            out.append(folder)
+            continue
+        out += sets.pop(None, []) + [min(shards) for shards in sets.values()]
+    return sorted(out, key=str.lower)
+
+
+def _repository_folders(subfolder: str) -> list[Path]:
+    found: list[Path] = []
+    for base in folder_paths.get_folder_paths(_DIFFUSERS):
+        if Path(base).is_dir():
+            found += [p for p in Path(base).glob(f"*/{subfolder}") if any(f.suffix in SUFFIXES for f in p.iterdir())]
+    return sorted(found)

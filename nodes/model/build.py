@@ -1,0 +1,144 @@
+"""Build ComfyUI's own ERNIE-Image model, of any size, from a probed checkpoint.
+
+ComfyUI builds the released size only. The steps here are those of its `load_diffusion_model_state_dict`, with the sizes
+taken from the checkpoint; modules, quantised weights, offloading and patching stay ComfyUI's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.supported_models
+import comfy.utils
+import torch
+from comfy.quant_ops import QUANT_ALGOS
+
+from .checkpoint import CheckpointError, open_checkpoint
+from .probe import ModelProbe, probe_model
+from .state_dict import read_tensors
+from .storage import MARKER
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+COMPUTE = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePlan:
+    """In which dtype a model is stored and computes, and the reason in a few words."""
+
+    storage_dtype: torch.dtype
+    manual_cast: torch.dtype | None
+    reason: str
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the activations and matrix products."""
+        return self.storage_dtype if self.manual_cast is None else self.manual_cast
+
+
+def plan_compute(
+    model_config: comfy.supported_models.ErnieImage, sd: dict[str, torch.Tensor], compute: str, load_device: torch.device
+) -> ComputePlan:
+    """Choose the dtypes as ComfyUI does; `compute` overrides the dtype of the arithmetic.
+
+    Args:
+        model_config: its `quant_config` says whether weights are quantised.
+        sd: the model's state dict; the most common dtype counts for plain weights.
+        compute: a key of COMPUTE.
+        load_device: where the model runs.
+    """
+    mm = comfy.model_management
+    quantised = model_config.quant_config is not None
+    supported = list(model_config.supported_inference_dtypes)
+    weight_dtype = None if quantised else comfy.utils.weight_dtype(sd)
+    parameters = comfy.utils.calculate_parameters(sd)
+    storage_dtype = mm.unet_dtype(model_params=parameters, supported_dtypes=supported, weight_dtype=weight_dtype)
+    chosen = COMPUTE[compute]
+    if chosen is not None:
+        manual_cast = None if chosen == storage_dtype and not quantised else chosen
+        return ComputePlan(storage_dtype, manual_cast, "as chosen")
+    manual_cast = mm.unet_manual_cast(None if quantised else storage_dtype, load_device, supported)
+    plan = ComputePlan(storage_dtype, manual_cast, "")
+    return ComputePlan(storage_dtype, manual_cast, _reason(plan.compute_dtype, storage_dtype, load_device))
+
+
+def _reason(compute_dtype: torch.dtype, storage_dtype: torch.dtype, device: torch.device) -> str:
+    if compute_dtype == torch.bfloat16:
+        return f"{device.type} computes in bf16"
+    if device.type == "cpu":
+        return "on the CPU"
+    if storage_dtype == torch.float32:
+        return "the weights are fp32"
+    return f"{device.type} has no fast bf16, and fp16 overflows in this model"
+
+
+def load_model(
+    path: Path, compute: str = "auto", label: str | None = None, disable_dynamic: bool = False
+) -> ModelPatcher:
+    """Load a checkpoint into a MODEL that ComfyUI treats as one of its own.
+
+    Args:
+        path: a safetensors file or a folder of shards.
+        compute: a key of COMPUTE.
+        label: the name for messages.
+        disable_dynamic: build the patcher without dynamic VRAM, as ComfyUI asks for in its own loaders.
+
+    Raises: CheckpointError, see `probe_model`.
+    """
+    return build_model(probe_model(open_checkpoint(path, label)), path, compute, disable_dynamic)[0]
+
+
+def build_model(
+    probe: ModelProbe, path: Path, compute: str, disable_dynamic: bool = False
+) -> tuple[ModelPatcher, ComputePlan]:
+    """Build the MODEL of a probed checkpoint. Arguments as in `load_model`.
+
+    Raises: CheckpointError when the installed ComfyUI lacks the checkpoint's storage format.
+    """
+    mm = comfy.model_management
+    sd = _state_dict(probe)
+    model_config = comfy.supported_models.ErnieImage(probe.architecture.unet_config())
+    if probe.storage.layers:
+        model_config.quant_config = {"mixed_ops": True}
+    load_device, offload_device = mm.get_torch_device(), mm.unet_offload_device()
+    plan = plan_compute(model_config, sd, compute, load_device)
+    model_config.set_inference_dtype(plan.storage_dtype, plan.manual_cast, device=load_device)
+
+    model = model_config.get_model(sd, "")
+    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
+    if not mm.is_device_cpu(offload_device):
+        model.to(offload_device)
+    model.load_model_weights(sd, "", assign=patcher.is_dynamic())
+    # ComfyUI rebuilds the model through this for torch.compile, hooks and several GPUs.
+    patcher.cached_patcher_init = (load_model, (path, compute, probe.checkpoint.label))
+    return patcher, plan
+
+
+def _state_dict(probe: ModelProbe) -> dict[str, torch.Tensor]:
+    """Read the model's tensors under ComfyUI's names, each quantised layer with its marker."""
+    storage, prefix, unused = probe.storage, probe.prefix, set(probe.unused)
+    lacking = sorted(set(storage.format_counts()) - set(QUANT_ALGOS))
+    if lacking:
+        raise CheckpointError(
+            f"{probe.checkpoint.label}: stored as {', '.join(lacking)}, which this ComfyUI does not know "
+            f"(it knows {', '.join(QUANT_ALGOS)}). Update ComfyUI."
+        )
+
+    def new_name(name: str) -> str | None:
+        bare = name[len(prefix) :]
+        if not name.startswith(prefix) or bare in storage.drop or bare in unused or bare.endswith(MARKER):
+            return None
+        return storage.rename.get(bare, bare)
+
+    sd = read_tensors(probe.checkpoint, new_name)
+    for layer, config in storage.layers.items():
+        sd[layer + MARKER] = torch.tensor(list(json.dumps(dict(config)).encode()), dtype=torch.uint8)
+    return sd
