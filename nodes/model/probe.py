@@ -32,10 +32,10 @@ class ModelProbe:
 
     @property
     def title(self) -> str:
-        """The model in a few words: 'ERNIE-Image, 36 layers, width 4096, 8.03 B parameters'."""
+        """The model in a few words: 'ERNIE-Image, 36 layers, width 4096, text width 3072, 8.03 B parameters'."""
         a, parameters = self.architecture, self.storage.parameters
         size = f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
-        return f"ERNIE-Image, {a.num_layers} layers, width {a.hidden_size}, {size} parameters"
+        return f"ERNIE-Image, {a.num_layers} layers, width {a.hidden_size}, text width {a.text_dim}, {size} parameters"
 
     @property
     def quantised_boundary(self) -> tuple[str, ...]:

@@ -79,9 +79,10 @@ def detect_storage(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], pr
             guessed = _undeclared(name[: -len(".weight")], info, current, label)
             if guessed:
                 layers[name[: -len(".weight")]] = guessed
-    _add_full_precision_flag(layers, tensors, prefix, checkpoint)
+    _add_full_precision_flag(layers, tensors)
     for layer, config in layers.items():
         _check_layer(layer, FORMATS[config["format"]], current, label)
+        _check_options(layer, config, current[f"{layer}.weight"], label)
     return _summed(layers, rename, drop, current)
 
 
@@ -212,9 +213,7 @@ def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _add_full_precision_flag(
-    layers: Mapping[str, dict[str, Any]], tensors: Mapping[str, TensorInfo], prefix: str, checkpoint: Checkpoint
-) -> None:
+def _add_full_precision_flag(layers: Mapping[str, dict[str, Any]], tensors: Mapping[str, TensorInfo]) -> None:
     """An old `scaled_fp8` marker of two elements asks for matrix products in full precision."""
     marker = tensors.get("scaled_fp8")
     if marker is not None and marker.numel == 2:
@@ -245,6 +244,22 @@ def _check_layer(layer: str, storage_format: StorageFormat, current: Mapping[str
     second = current.get(f"{layer}.weight_scale_2")
     if storage_format.global_scale and (second is None or second.numel != 1):
         raise CheckpointError(f"{what} needs one number in weight_scale_2; found {'none' if second is None else list(second.shape)}.")
+
+
+def _check_options(layer: str, config: Mapping[str, Any], weight: TensorInfo, label: str) -> None:
+    """Check the ConvRot options of a marker; ComfyUI looks for them at the top and under "params"."""
+    params = config.get("params")
+    options = {**(params if isinstance(params, dict) else {}), **config}
+    if not options.get("convrot") and config["format"] != "convrot_w4a4":
+        return
+    columns = FORMATS[config["format"]].logical_shape(weight.shape)[1]
+    group_size = options.get("convrot_groupsize", 256)
+    if type(group_size) is not int or group_size < 1 or columns % group_size:
+        raise CheckpointError(
+            f"{label}: layer '{layer}' has convrot_groupsize {group_size!r}; a divisor of its {columns} inputs is needed."
+        )
+    if options.get("linear_dtype", "int4") not in ("int4", "int8"):
+        raise CheckpointError(f"{label}: layer '{layer}' has linear_dtype {options['linear_dtype']!r}; int4 or int8 is needed.")
 
 
 def _summed(
