@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .loaders.lora_loader import ErnieFastLoRALoader
 from .loaders.model_loader import ErnieFastModelLoader
 
 
@@ -12,4 +13,4 @@ class ErnieFastExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return the node classes in the order in which they are documented."""
-        return [ErnieFastModelLoader]
+        return [ErnieFastModelLoader, ErnieFastLoRALoader]

@@ -66,9 +66,10 @@ class ErnieFastModelLoader(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, unet_name: str, compute: str) -> str:
-        """Load again when a file was replaced on disk."""
-        return f"{open_model(CATEGORY, unet_name).fingerprint}|{compute}"
+    def fingerprint_inputs(cls, unet_name: str | None, compute: str | None) -> str:
+        """Load again when a file was replaced on disk. A linked input arrives as None."""
+        files = "" if unet_name is None else open_model(CATEGORY, unet_name).fingerprint
+        return f"{files}|{compute}"
 
     @classmethod
     def execute(cls, unet_name: str, compute: str) -> io.NodeOutput:
