@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .loaders.lora_loader import ErnieFastLoRALoader
 from .loaders.model_loader import ErnieFastModelLoader
+from .loaders.text_encoder_loader import ErnieFastTextEncoderLoader
 
 
 class ErnieFastExtension(ComfyExtension):
@@ -13,4 +14,4 @@ class ErnieFastExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return the node classes in the order in which they are documented."""
-        return [ErnieFastModelLoader, ErnieFastLoRALoader]
+        return [ErnieFastModelLoader, ErnieFastTextEncoderLoader, ErnieFastLoRALoader]
