@@ -20,6 +20,7 @@ from ..model.checkpoint import Checkpoint, CheckpointError
 from ..model.foreign import describe
 from ..model.state_dict import read_tensors
 from .files import open_model
+from .lora_alpha import StatedAlpha, stated_alpha
 from .lora_keys import (
     DOTTED_PREFIXES,
     FLAT_PREFIXES,
@@ -43,12 +44,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _LoraFile:
-    """A LoRA file: its tensors by name, module -> {ending: tensor name}, and the names with an unknown ending."""
+    """A LoRA file: its tensors by name, module -> {ending: tensor name}, the names with an unknown ending, and the alpha
+    stated outside the tensors for the model's and the text encoder's modules."""
 
     label: str
     tensors: Mapping[str, torch.Tensor]
     modules: Mapping[str, Mapping[str, str]]
     unknown: list[str]
+    model_alpha: StatedAlpha
+    text_alpha: StatedAlpha
 
     @property
     def model_modules(self) -> list[str]:
@@ -107,7 +111,8 @@ def apply_lora(
             "Connect an ERNIE-Image model, or use Load LoRA for other models."
         )
     tensors = comfy.lora_convert.convert_lora(read_tensors(checkpoint, lambda name: name))
-    file = _LoraFile(checkpoint.label, tensors, *group_keys(tensors, checkpoint.label))
+    alphas = (stated_alpha(checkpoint, "transformer"), stated_alpha(checkpoint, "text_encoder"))
+    file = _LoraFile(checkpoint.label, tensors, *group_keys(tensors, checkpoint.label), *alphas)
     shapes = _shapes(model.model)
     of_model = _match(file, file.model_modules, shapes, model_aliases(shapes))
     of_text = _Match({}, 0, [])
@@ -165,10 +170,7 @@ def _patch(file: _LoraFile, module: str, weight: str, shapes: Mapping[str, Shape
     Raises: CheckpointError when the module is incomplete, does not fit the weight, or is not finite.
     """
     where = f"{file.label}: module '{module}'"
-    tensors = {kind: file.tensors[name] for kind, name in file.modules[module].items()}
-    scale = tensors.get("dora_scale")
-    if scale is not None and scale.dim() == 1:  # PEFT's magnitude: one number per row of the weight
-        tensors["dora_scale"] = scale.reshape(-1, *[1] * (len(shapes[weight]) - 1))
+    tensors = _completed(file, module, shapes[weight])
     held = {kind: tuple(tensor.shape) for kind, tensor in tensors.items()}
     text = ", ".join(f"{kind} {list(shape)}" for kind, shape in held.items())
     try:
@@ -190,6 +192,21 @@ def _patch(file: _LoraFile, module: str, weight: str, shapes: Mapping[str, Shape
             )
     named = {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}
     return comfy.lora.load_lora(named, {module: weight}, log_missing=False)
+
+
+def _completed(file: _LoraFile, module: str, weight: Shape) -> dict[str, torch.Tensor]:
+    """Return ending -> tensor of one module, with what PEFT writes in another way or place made as ComfyUI reads it."""
+    tensors = {kind: file.tensors[name] for kind, name in file.modules[module].items()}
+    scale = tensors.get("dora_scale")
+    if scale is not None and scale.dim() == 1:  # PEFT's magnitude: one number per row of the weight
+        tensors["dora_scale"] = scale.reshape(-1, *[1] * (len(weight) - 1))
+    down = tensors.get("lora_down.weight")
+    if "alpha" not in tensors and down is not None and down.dim():
+        stated = file.text_alpha if is_text_encoder(module) else file.model_alpha
+        alpha = stated.of(module, down.shape[0])
+        if alpha is not None:
+            tensors["alpha"] = torch.tensor(float(alpha))
+    return tensors
 
 
 def _fits(held: Mapping[str, Shape], weight: Shape, bias: Shape | None) -> bool:
