@@ -6,7 +6,6 @@ taken from the checkpoint; modules, quantised weights, offloading and patching s
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +15,10 @@ import comfy.model_patcher
 import comfy.supported_models
 import comfy.utils
 import torch
-from comfy.quant_ops import QUANT_ALGOS
 
-from .checkpoint import CheckpointError, open_checkpoint
+from .checkpoint import open_checkpoint
 from .probe import ModelProbe, probe_model
-from .state_dict import read_tensors
+from .state_dict import add_markers, read_tensors, require_formats
 from .storage import MARKER
 
 if TYPE_CHECKING:
@@ -125,12 +123,7 @@ def build_model(
 def _state_dict(probe: ModelProbe) -> dict[str, torch.Tensor]:
     """Read the model's tensors under ComfyUI's names, each quantised layer with its marker."""
     storage, prefix, unused = probe.storage, probe.prefix, set(probe.unused)
-    lacking = sorted(set(storage.format_counts()) - set(QUANT_ALGOS))
-    if lacking:
-        raise CheckpointError(
-            f"{probe.checkpoint.label}: stored as {', '.join(lacking)}, which this ComfyUI does not know "
-            f"(it knows {', '.join(QUANT_ALGOS)}). Update ComfyUI."
-        )
+    require_formats(probe.checkpoint.label, storage.format_counts())
 
     def new_name(name: str) -> str | None:
         bare = name[len(prefix) :]
@@ -139,6 +132,5 @@ def _state_dict(probe: ModelProbe) -> dict[str, torch.Tensor]:
         return storage.rename.get(bare, bare)
 
     sd = read_tensors(probe.checkpoint, new_name)
-    for layer, config in storage.layers.items():
-        sd[layer + MARKER] = torch.tensor(list(json.dumps(dict(config)).encode()), dtype=torch.uint8)
+    add_markers(sd, storage)
     return sd

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable, Iterable
 
 import comfy.utils
 import safetensors.torch
+import torch
+from comfy.quant_ops import QUANT_ALGOS
 
-from .checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    import torch
+from .checkpoint import Checkpoint, CheckpointError
+from .storage import MARKER, Storage
 
 
 def read_tensors(checkpoint: Checkpoint, new_name: Callable[[str], str | None]) -> dict[str, torch.Tensor]:
@@ -35,3 +35,25 @@ def read_tensors(checkpoint: Checkpoint, new_name: Callable[[str], str | None]) 
             if renamed is not None:
                 out[renamed] = tensor
     return out
+
+
+def require_formats(label: str, names: Iterable[str]) -> None:
+    """Raise CheckpointError when the installed ComfyUI lacks one of the storage formats.
+
+    Args:
+        label: the file, for messages.
+        names: the formats used in it.
+    """
+    lacking = sorted(set(names) - set(QUANT_ALGOS))
+    if lacking:
+        raise CheckpointError(
+            f"{label}: stored as {', '.join(lacking)}, which this ComfyUI does not know "
+            f"(it knows {', '.join(QUANT_ALGOS)}). Update ComfyUI."
+        )
+
+
+def add_markers(sd: dict[str, torch.Tensor], storage: Storage, parent: str = "") -> None:
+    """Write the `comfy_quant` marker of every quantised layer into a state dict; `parent` stands before the names."""
+    for layer, config in storage.layers.items():
+        text = json.dumps(dict(config)).encode()
+        sd[f"{parent}{layer}{MARKER}"] = torch.tensor(list(text), dtype=torch.uint8)

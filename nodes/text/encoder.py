@@ -6,7 +6,6 @@ the tokenizer are ours.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,9 @@ import comfy.text_encoders.llama as llama
 import folder_paths
 import torch
 from comfy import sd1_clip
-from comfy.quant_ops import QUANT_ALGOS
 
 from ..model.checkpoint import CheckpointError, open_checkpoint
-from ..model.state_dict import read_tensors
+from ..model.state_dict import add_markers, read_tensors, require_formats
 from ..model.storage import MARKER, Storage
 from .probe import EncoderProbe, EncoderSizes, probe_text_encoder
 from .rope import Rope, RopeLlama, rope_from_config
@@ -229,7 +227,8 @@ def _state_dict(probe: EncoderProbe) -> dict[str, torch.Tensor]:
     ]
     if probe.head_prefix is not None and probe.head_storage is not None:
         parts.append((probe.head_prefix, ("lm_head.",), probe.head_storage))
-    _check_formats(probe)
+    for _, _, storage in parts:
+        require_formats(probe.checkpoint.label, storage.format_counts())
 
     def new_name(name: str) -> str | None:
         for prefix, starts, storage in parts:
@@ -241,8 +240,7 @@ def _state_dict(probe: EncoderProbe) -> dict[str, torch.Tensor]:
 
     sd = read_tensors(probe.checkpoint, new_name)
     for _, _, storage in parts:
-        for layer, config in storage.layers.items():
-            sd[f"model.{layer}{MARKER}"] = torch.tensor(list(json.dumps(dict(config)).encode()), dtype=torch.uint8)
+        add_markers(sd, storage, "model.")
     # A head equal to the embeddings is the same tensor written twice (tied); ComfyUI then uses the embeddings.
     if len(parts) > 1 and not parts[1][2].layers and _same(sd["model.lm_head.weight"], sd["model.embed_tokens.weight"]):
         del sd["model.lm_head.weight"]
@@ -253,11 +251,3 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True when two tensors of one shape hold the same bytes (comparing bytes works for FP8 too)."""
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
-
-def _check_formats(probe: EncoderProbe) -> None:
-    used = {*probe.storage.format_counts(), *(probe.head_storage.format_counts() if probe.head_storage else ())}
-    if lacking := sorted(used - set(QUANT_ALGOS)):
-        raise CheckpointError(
-            f"{probe.checkpoint.label}: stored as {', '.join(lacking)}, which this ComfyUI does not know "
-            f"(it knows {', '.join(QUANT_ALGOS)}). Update ComfyUI."
-        )
