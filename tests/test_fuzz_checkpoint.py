@@ -9,12 +9,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from ernie_fast.nodes.model.checkpoint import CheckpointError, open_checkpoint
+from ernie_fast.nodes.loaders.lora_alpha import stated_alpha
+from ernie_fast.nodes.loaders.lora_keys import group_keys
+from ernie_fast.nodes.model.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ernie_fast.nodes.model.probe import probe_model
+from ernie_fast.nodes.text.probe import probe_text_encoder
+from ernie_fast.nodes.text.rope import rope_from_config
 from ernie_files import ernie_state_dict, quantised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as to_bytes
+from text_files import encoder_state_dict
 
 FUZZ = settings(max_examples=500, deadline=2000, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 
@@ -23,6 +28,7 @@ NAMES = [
     "layers.0.mlp.linear_fc2.weight", "layers.0.self_attention.norm_q.weight", "x_embedder.proj.weight",
     "layers.0.mlp.gate_proj.weight", "final_linear.weight", "layers.99999999999.mlp.up_proj.weight",
     "layers.0.mlp.up_proj.comfy_quant", "layers.0.mlp.up_proj.weight_scale", "scaled_fp8",
+    "model.layers.1.self_attn.q_proj.weight", "lm_head.weight", "layers.0.mlp.up_proj.lora_A.weight", "tekken_model",
     "net.layers.0.adaLN_sa_ln.weight", "model.diffusion_model.layers.1.adaLN_sa_ln.weight", "", "__metadata__", "é\0",
 ]  # fmt: skip
 
@@ -30,6 +36,8 @@ NAMES = [
 @cache
 def base_file(kind: str) -> bytes:
     """A whole, very small checkpoint as bytes."""
+    if kind == "text":
+        return to_bytes(encoder_state_dict())
     if kind == "fp8":
         return to_bytes(quantised(ernie_state_dict(num_layers=1), "float8_e4m3fn"))
     sizes = {
@@ -39,31 +47,45 @@ def base_file(kind: str) -> bytes:
     return to_bytes(ernie_state_dict(**sizes))
 
 
-def probe_bytes(files: dict[str, bytes], open_name: str | None = None) -> str:
-    """Write the files, probe the one named (or the folder), and return 'ok' or our error text."""
+def as_text_encoder(checkpoint: Checkpoint) -> None:
+    """Probe a checkpoint as the text encoder loader does."""
+    rope_from_config(probe_text_encoder(checkpoint).config, "yarn", checkpoint.label)
+
+
+def as_lora(checkpoint: Checkpoint) -> None:
+    """Read a checkpoint's names and strength as the LoRA loader does."""
+    group_keys(checkpoint.tensors, checkpoint.label)
+    stated_alpha(checkpoint, "transformer")
+
+
+def probe_bytes(files: dict[str, bytes], open_name: str | None = None) -> list[str]:
+    """Write the files, probe the one named (or the folder) as each loader does; return 'ok' or our error text for each."""
+    out = []
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        try:
-            probe_model(open_checkpoint(folder / open_name if open_name else folder, label="file"))
-        except CheckpointError as error:
-            text = str(error)
-            assert text.startswith("file")
-            assert 10 < len(text) < 2000
-            return text
-        return "ok"
+        for probe in (probe_model, as_text_encoder, as_lora):
+            try:
+                probe(open_checkpoint(folder / open_name if open_name else folder, label="file"))
+                out.append("ok")
+            except CheckpointError as error:
+                out.append(str(error))
+                assert out[-1].startswith("file")
+                assert 10 < len(out[-1]) < 2000
+    return out
 
 
 def test_base_files_are_whole():
-    assert probe_bytes({"m.safetensors": base_file("plain")}, "m.safetensors") == "ok"
-    assert probe_bytes({"m.safetensors": base_file("fp8")}, "m.safetensors") == "ok"
+    assert probe_bytes({"m.safetensors": base_file("plain")}, "m.safetensors")[0] == "ok"
+    assert probe_bytes({"m.safetensors": base_file("fp8")}, "m.safetensors")[0] == "ok"
+    assert probe_bytes({"m.safetensors": base_file("text")}, "m.safetensors")[1] == "ok"
 
 
 @FUZZ
 @given(st.data())
 def test_bytes_changed_anywhere_in_the_header(data):
-    content = bytearray(base_file("plain"))
+    content = bytearray(base_file(data.draw(st.sampled_from(["plain", "text"]))))
     (length,) = struct.unpack("<Q", content[:8])
     for _ in range(data.draw(st.integers(1, 6))):
         position = data.draw(st.integers(0, 7 + length))
@@ -99,7 +121,7 @@ def test_headers_of_arbitrary_json(header, payload, length):
 @st.composite
 def edited_header(draw):
     """A whole file whose header had whole tensors renamed, retyped, reshaped or removed, offsets kept right."""
-    content = base_file(draw(st.sampled_from(["plain", "fp8"])))
+    content = base_file(draw(st.sampled_from(["plain", "fp8", "text"])))
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     names = sorted(header)
@@ -122,7 +144,10 @@ def edited_header(draw):
             info["shape"] = [size]
         else:
             value = draw(JSON_VALUES | st.just({"layers": {"layers.0.mlp.up_proj": {"format": "nvfp4"}}}))
-            header["__metadata__"] = {"_quantization_metadata": json.dumps(value), "num_layers": draw(st.text(max_size=5))}
+            text = json.dumps(value)
+            header["__metadata__"] = {
+                "_quantization_metadata": text, "lora_adapter_metadata": text, "num_layers": draw(st.text(max_size=5)),
+            }  # fmt: skip
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + content[8 + length :]
 
@@ -134,7 +159,7 @@ def test_headers_edited_tensor_by_tensor(content):
 
 
 SHARD_NAMES = st.from_regex(r"\A[ab]-0000[0-3]-of-0000[0-3]\.safetensors\Z") | st.sampled_from(
-    ["m.safetensors", "config.json", "a.safetensors.index.json", "x-99999-of-99999.safetensors", "y.safetensors.part"]
+    ["m.safetensors", "config.json", "adapter_model.safetensors", "adapter_config.json", "a.safetensors.index.json", "x-99999-of-99999.safetensors", "y.safetensors.part"]
 )
 
 
@@ -153,4 +178,4 @@ def test_folders_of_arbitrary_shards(files):
 @pytest.mark.parametrize("depth", [10, 200, 100_000])
 def test_deeply_nested_header_is_one_error(depth):
     text = b"[" * depth + b"]" * depth
-    assert probe_bytes({"m.safetensors": struct.pack("<Q", len(text)) + text}, "m.safetensors") != "ok"
+    assert probe_bytes({"m.safetensors": struct.pack("<Q", len(text)) + text}, "m.safetensors")[0] != "ok"
