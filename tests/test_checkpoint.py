@@ -65,7 +65,7 @@ def test_pickle_files_are_never_opened(tmp_path, ending):
 
 
 def test_missing_file_says_how_to_refresh(tmp_path):
-    with pytest.raises(CheckpointError, match="no such file.*refresh"):
+    with pytest.raises(CheckpointError, match=r"no such file.*refresh"):
         open_checkpoint(tmp_path / "gone.safetensors")
 
 

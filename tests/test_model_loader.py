@@ -8,7 +8,6 @@ import json
 import comfy.model_detection
 import comfy.sample
 import comfy.supported_models
-import nodes as core_nodes
 import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
@@ -26,6 +25,8 @@ from ernie_files import (
     save_sharded,
     with_prefix,
 )
+
+import nodes as core_nodes
 
 FORMATS = {
     "float8_e4m3fn": {},
@@ -203,7 +204,7 @@ def test_gap_between_layers_is_refused(tmp_path):  # V10
 def test_released_width_with_too_few_layers_is_refused_unless_declared(tmp_path):  # U21, V10
     sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_layers": 1, "ffn_hidden_size": 256, "text_in_dim": 64}
     sd = ernie_state_dict(**sizes)
-    with pytest.raises(CheckpointError, match="1 of 36 layers found.*num_layers = 1"):
+    with pytest.raises(CheckpointError, match=r"1 of 36 layers found.*num_layers = 1"):
         probe_model(open_checkpoint(save(tmp_path / "m.safetensors", sd)))
     declared = open_checkpoint(save(tmp_path / "declared.safetensors", sd, {"num_layers": "1"}))
     assert probe_model(declared).architecture.num_layers == 1

@@ -103,7 +103,8 @@ def test_imports_go_one_way(file):
     for name in imports_of(file):
         own = name.split(".")[1:] if name.startswith("ernie_fast.") else None
         if parts[0] == "kernels":
-            assert not name.startswith(("comfy", "folder_paths", "nodes")) and (own is None or own[0] == "kernels"), name
+            assert own is None or own[0] == "kernels", name
+            assert not name.startswith(("comfy", "folder_paths", "nodes")), name
         elif parts[:2] == ("nodes", "model") and own:
             assert own[:2] == ["nodes", "model"] or own[0] == "kernels", name
         elif len(parts) > 2 and own and own[0] == "nodes" and own[1] != parts[1]:
