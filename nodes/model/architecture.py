@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import CheckpointError
+from .shapes import Shape, check_shapes, count_layers, shape_of
 
 # The released model (and its Turbo variant): 36 layers of width 4096.
 RELEASED_HIDDEN_SIZE = 4096
@@ -28,9 +29,6 @@ BOUNDARY_LINEARS = (
 # Prefixes that loaders, trainers and converters put before every name, longest first.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.", "unet.", "net.", "")
 _SIGNATURE = re.compile(r"^(.*?)layers\.\d+\.(?:adaLN_sa_ln|adaLN_mlp_ln|mlp\.linear_fc2|self_attention\.norm_q)\.weight$")
-_LAYER = re.compile(r"^layers\.(\d+)\.")
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +105,8 @@ def find_prefix(names: Mapping[str, Any], label: str) -> str | None:
     return None
 
 
-def _shape(shapes: Mapping[str, Shape], name: str, dims: int, label: str) -> Shape:
-    shape = shapes.get(name)
-    if shape is None:
-        raise CheckpointError(
-            f"{label}: the ERNIE-Image tensor '{name}' is missing. The file is incomplete; download it again."
-        )
-    if len(shape) != dims or min(shape) < 1:
-        raise CheckpointError(f"{label}: '{name}' has shape {list(shape)}; {dims} dimensions of at least 1 are needed.")
-    return shape
-
-
 def _count_layers(shapes: Mapping[str, Shape], hidden_size: int, declared: int | None, label: str) -> int:
-    numbers = {int(match[1]) for name in shapes if (match := _LAYER.match(name)) and len(match[1]) < 6}
-    count = max(numbers) + 1
-    if len(numbers) != count:
-        first = next(n for n in range(count) if n not in numbers)
-        raise CheckpointError(
-            f"{label}: layer {first} is missing ({len(numbers)} layers found, the highest is {count - 1}). "
-            "The file is incomplete; download it again."
-        )
+    count = count_layers(shapes, label)
     wanted = declared if declared is not None else (RELEASED_LAYERS if hidden_size == RELEASED_HIDDEN_SIZE else count)
     if count < wanted:
         raise CheckpointError(
@@ -158,11 +138,11 @@ def architecture_from_shapes(
 
     Raises: CheckpointError naming the first tensor that is missing or has a wrong shape.
     """
-    hidden_size, in_channels, patch_size, _ = _shape(shapes, "x_embedder.proj.weight", 4, label)
-    (head_size,) = _shape(shapes, "layers.0.self_attention.norm_q.weight", 1, label)
-    ffn_size, _ = _shape(shapes, "layers.0.mlp.gate_proj.weight", 2, label)
-    final_rows, _ = _shape(shapes, "final_linear.weight", 2, label)
-    text_dim = _shape(shapes, "text_proj.weight", 2, label)[1] if "text_proj.weight" in shapes else hidden_size
+    hidden_size, in_channels, patch_size, _ = shape_of(shapes, "x_embedder.proj.weight", 4, label)
+    (head_size,) = shape_of(shapes, "layers.0.self_attention.norm_q.weight", 1, label)
+    ffn_size, _ = shape_of(shapes, "layers.0.mlp.gate_proj.weight", 2, label)
+    final_rows, _ = shape_of(shapes, "final_linear.weight", 2, label)
+    text_dim = shape_of(shapes, "text_proj.weight", 2, label)[1] if "text_proj.weight" in shapes else hidden_size
     if hidden_size % head_size:
         raise CheckpointError(f"{label}: hidden size {hidden_size} is no multiple of the head size {head_size}.")
     if "text_proj.weight" in shapes and text_dim == hidden_size:
@@ -181,23 +161,5 @@ def architecture_from_shapes(
         text_dim=text_dim,
         rope_axes=rope_axes(head_size, label),
     )
-    _check_shapes(architecture, shapes, label)
+    check_shapes(architecture.shapes(), shapes, label, "ERNIE-Image")
     return architecture
-
-
-def _check_shapes(architecture: ErnieArchitecture, shapes: Mapping[str, Shape], label: str) -> None:
-    missing: list[str] = []
-    for name, wanted in architecture.shapes():
-        found = shapes.get(name)
-        if found is None:
-            missing.append(name)
-        elif found != wanted:
-            raise CheckpointError(
-                f"{label}: '{name}' has shape {list(found)}; {list(wanted)} is needed beside the other tensors. "
-                "The file is damaged or of a model that is not ERNIE-Image."
-            )
-    if missing:
-        raise CheckpointError(
-            f"{label}: {len(missing)} ERNIE-Image tensors are missing, the first is '{missing[0]}'. "
-            "The file is incomplete; download it again."
-        )

@@ -12,8 +12,10 @@ from typing import Any
 
 from ..model.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from ..model.foreign import describe
+from ..model.shapes import LAYER, check_shapes, count_layers, shape_of
 from ..model.storage import MARKER, Storage, detect_storage, logical_shapes
 
+WHAT = "Ministral-3"
 RELEASED_HIDDEN_SIZE = 3072
 RELEASED_LAYERS = 26
 # The condition is the output of the last layer but one, and ComfyUI wants one layer before that.
@@ -27,7 +29,6 @@ _OTHER_WIDTHS = {
     4096: "an 8B model of the Llama or Mistral family",
 }
 _SIGNATURE = re.compile(r"^((?:.*\.)?)layers\.\d+\.self_attn\.q_proj\.weight$")
-_LAYER = re.compile(r"^layers\.(\d{1,5})\.")
 _VISION = ("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "multi_modal_projector.")
 _SIDE_TENSORS = (MARKER, ".weight_scale", ".weight_scale_2", ".input_scale", ".pre_quant_scale", ".rotary_emb.inv_freq")
 # Formats whose embedding rows ComfyUI can look up one by one.
@@ -120,7 +121,7 @@ def probe_text_encoder(checkpoint: Checkpoint) -> EncoderProbe:
     shapes = logical_shapes(tensors, storage)
     config = _text_config(checkpoint)
     sizes = _sizes(shapes, config, label)
-    _check_shapes(sizes, shapes, label)
+    check_shapes(sizes.shapes(), shapes, label, WHAT)
     embedding = storage.layers.get("embed_tokens", {}).get("format")
     if embedding is not None and embedding not in _EMBEDDING_FORMATS:
         raise CheckpointError(
@@ -159,7 +160,7 @@ def _refuse_other_encoders(tensors: Mapping[str, TensorInfo], label: str) -> Non
     known = {name.removeprefix("layers.0.").removesuffix(".weight") for name in names}
     old_scales = (".scale_weight", ".scale_input")
     for name in tensors:
-        inner = _LAYER.sub("", name)
+        inner = LAYER.sub("", name)
         layer, _, kind = inner.rpartition(".")
         if (kind == "weight" and layer in known) or name.endswith((*_SIDE_TENSORS, *old_scales)):
             continue
@@ -194,9 +195,8 @@ def _head_storage(
     start = f"{head_prefix}lm_head."
     head = {n[len(head_prefix) :]: info for n, info in checkpoint.tensors.items() if n.startswith(start)}
     storage = _storage(checkpoint, head, head_prefix, old_marker)
-    found = logical_shapes(head, storage)["lm_head.weight"]
-    if found != (sizes.vocab, sizes.hidden):
-        raise _wrong_shape("lm_head.weight", found, (sizes.vocab, sizes.hidden), checkpoint.label)
+    wanted = [("lm_head.weight", (sizes.vocab, sizes.hidden))]
+    check_shapes(wanted, logical_shapes(head, storage), checkpoint.label, WHAT)
     return storage
 
 
@@ -210,10 +210,10 @@ def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], label: str) -> EncoderSizes:
-    vocab, hidden = _shape(shapes, "embed_tokens.weight", label)
-    intermediate, _ = _shape(shapes, "layers.0.mlp.gate_proj.weight", label)
-    query_rows, _ = _shape(shapes, "layers.0.self_attn.q_proj.weight", label)
-    key_rows, _ = _shape(shapes, "layers.0.self_attn.k_proj.weight", label)
+    vocab, hidden = shape_of(shapes, "embed_tokens.weight", 2, label)
+    intermediate, _ = shape_of(shapes, "layers.0.mlp.gate_proj.weight", 2, label)
+    query_rows, _ = shape_of(shapes, "layers.0.self_attn.q_proj.weight", 2, label)
+    key_rows, _ = shape_of(shapes, "layers.0.self_attn.k_proj.weight", 2, label)
     if hidden in _OTHER_WIDTHS:
         raise CheckpointError(
             f"{label}: width {hidden}, so this is {_OTHER_WIDTHS[hidden]}. ERNIE-Image needs Ministral-3 3B, "
@@ -251,14 +251,7 @@ def _config_int(config: Mapping[str, Any], name: str, default: int, label: str) 
 
 
 def _count_layers(shapes: Mapping[str, tuple[int, ...]], hidden: int, config: Mapping[str, Any], label: str) -> int:
-    numbers = {int(match[1]) for name in shapes if (match := _LAYER.match(name))}
-    count = max(numbers) + 1
-    if len(numbers) != count:
-        first = next(n for n in range(count) if n not in numbers)
-        raise CheckpointError(
-            f"{label}: layer {first} is missing ({len(numbers)} layers found, the highest is {count - 1}). "
-            "The file is incomplete; download it again."
-        )
+    count = count_layers(shapes, label)
     wanted = _config_int(
         config, "num_hidden_layers", RELEASED_LAYERS if hidden == RELEASED_HIDDEN_SIZE else count, label
     )
@@ -268,36 +261,3 @@ def _count_layers(shapes: Mapping[str, tuple[int, ...]], hidden: int, config: Ma
             "another model; download it again. If it is pruned on purpose, state num_hidden_layers in a config.json beside it."
         )
     return count
-
-
-def _shape(shapes: Mapping[str, tuple[int, ...]], name: str, label: str) -> tuple[int, ...]:
-    shape = shapes.get(name)
-    if shape is None:
-        raise CheckpointError(
-            f"{label}: the text encoder's '{name}' is missing. The file is incomplete; download it again."
-        )
-    if len(shape) != 2 or min(shape) < 1:
-        raise CheckpointError(f"{label}: '{name}' has shape {list(shape)}; two dimensions of at least 1 are needed.")
-    return shape
-
-
-def _check_shapes(sizes: EncoderSizes, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
-    missing: list[str] = []
-    for name, wanted in sizes.shapes():
-        found = shapes.get(name)
-        if found is None:
-            missing.append(name)
-        elif found != wanted:
-            raise _wrong_shape(name, found, wanted, label)
-    if missing:
-        raise CheckpointError(
-            f"{label}: {len(missing)} tensors of the text encoder are missing, the first is '{missing[0]}'. "
-            "The file is incomplete; download it again."
-        )
-
-
-def _wrong_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], label: str) -> CheckpointError:
-    return CheckpointError(
-        f"{label}: '{name}' has shape {list(found)}; {list(wanted)} is needed beside the other tensors. "
-        "The file is damaged or of a model that is not Ministral-3."
-    )
