@@ -311,6 +311,14 @@ def test_sharded_folder_and_repository_are_offered_and_load(models, sd):
         assert torch.equal(paint(ours(name)[0]), expected)
 
 
+def test_odd_entries_in_the_model_folders_stop_no_list(models, sd):
+    (models / "diffusers" / "odd").mkdir()
+    (models / "diffusers" / "odd" / "transformer").write_text("a file of this name")
+    (models / "diffusers" / "empty" / "transformer").mkdir(parents=True)
+    save(models / "diffusion_models" / "Upper.SAFETENSORS", sd)
+    assert ErnieFastModelLoader.define_schema().inputs[0].options == ["Upper.SAFETENSORS"]
+
+
 def test_fp16_file_never_computes_in_fp16(models):  # U05
     save(models / "diffusion_models" / "m.safetensors", ernie_state_dict(torch.float16))
     for compute in ("auto", "bf16", "fp32"):
@@ -360,7 +368,8 @@ def test_validation_and_run_give_the_same_text(models, sd):
     save(models / "diffusion_models" / "cut.safetensors", sd)
     file = models / "diffusion_models" / "cut.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
-    for name in ("cut.safetensors", "absent.safetensors", "../escape.safetensors", "/etc/passwd", "", "C:\\x.safetensors"):
+    hostile = ("../escape.safetensors", "/etc/passwd", "", "C:\\x.safetensors", "x" * 5000, "a\0b", "\ud800", "a/../../b", ".")
+    for name in ("cut.safetensors", "absent.safetensors", *hostile):
         with pytest.raises(CheckpointError) as error:
             ours(name)
         assert ErnieFastModelLoader.validate_inputs(unet_name=name) == str(error.value)

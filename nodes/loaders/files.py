@@ -40,7 +40,7 @@ def resolve_model(category: str, name: str) -> Path:
         places += [(base, rest) for base in folder_paths.get_folder_paths(first)]
     for base, relative in places:
         path = inside(Path(base), relative)
-        if path is not None and path.exists():
+        if path is not None:
             return path
     raise CheckpointError(
         f"{name or '(empty name)'}: not found in ComfyUI's folder '{category}'. Put the file into models/{category} and "
@@ -54,11 +54,18 @@ def open_model(category: str, name: str) -> Checkpoint:
 
 
 def inside(base: Path, relative: str) -> Path | None:
-    """Join a name to a folder; None when the name is empty, absolute, or climbs out of the folder."""
-    path = PurePosixPath(relative.replace("\\", "/"))
-    if not path.parts or path.is_absolute() or ".." in path.parts or ":" in path.parts[0] or "\0" in relative:
+    """Return the file or folder of this name in a folder.
+
+    None when there is none, or when the name is empty, absolute, climbs out of the folder, or cannot be a name at all.
+    """
+    name = PurePosixPath(relative.replace("\\", "/"))
+    if not name.parts or name.is_absolute() or ".." in name.parts or ":" in name.parts[0]:
         return None
-    return base.joinpath(*path.parts)
+    path = base.joinpath(*name.parts)
+    try:
+        return path if path.exists() else None
+    except (OSError, ValueError):  # longer than the system allows, a null byte, half a surrogate pair, no right to look
+        return None
 
 
 def _safetensors(category: str) -> list[str]:
@@ -85,6 +92,6 @@ def _collapse_shards(names: list[str]) -> list[str]:
 def _repository_folders(subfolder: str) -> list[Path]:
     found: list[Path] = []
     for base in folder_paths.get_folder_paths(_DIFFUSERS):
-        if Path(base).is_dir():
-            found += [p for p in Path(base).glob(f"*/{subfolder}") if any(f.suffix in SUFFIXES for f in p.iterdir())]
+        files = [f for f in Path(base).glob(f"*/{subfolder}/*") if f.suffix.lower() in SUFFIXES]
+        found += {f.parent for f in files}
     return sorted(found)
