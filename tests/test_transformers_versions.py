@@ -19,10 +19,11 @@ from text_files import embed
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "a red apple on a blue background"
 # Each with what it needs and the environment has in another version.
-VERSIONS = {
-    "4.57.6": ("transformers==4.57.6", "huggingface-hub<1.0,>=0.34"),
-    "5.24.0": ("transformers==5.24.0", "tokenizers<0.24,>=0.23.1"),
-}
+VERSIONS = {"4.57.6": ("transformers==4.57.6", "huggingface-hub<1.0,>=0.34")}
+if sys.version_info >= (3, 11):
+    VERSIONS["5.24.0"] = ("transformers==5.24.0", "tokenizers<0.24,>=0.23.1")
+else:  # the newest for Python 3.10; its tokenizer helper is the changed one too
+    VERSIONS["5.20.2"] = ("transformers==5.20.2", "tokenizers<0.24,>=0.23.1")
 SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
