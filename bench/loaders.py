@@ -3,8 +3,8 @@
     python bench/loaders.py --out bench/results/loaders-h200.json        (on a GPU machine; COMFYUI_PATH set)
 
 For each file format a checkpoint of the released size is written once; then, in a process of its own per memory mode
-(dynamic VRAM, --disable-dynamic-vram, --lowvram with about 10 GB left), both loaders load it and run one forward at 1024x1024 with 256 text
-tokens. `equal` says whether the two outputs are bit-identical; `lora_equal` the same with a LoRA of rank 16 on every
+(dynamic VRAM, --disable-dynamic-vram, --lowvram with about 10 GB left), both loaders load it and run forwards at
+1024x1024 with 256 text tokens. `equal` says whether the two outputs are bit-identical; `lora_equal` the same with a LoRA of rank 16 on every
 linear layer, loaded by our LoRA loader and by ComfyUI's. Random weights: this says nothing about pictures.
 """
 

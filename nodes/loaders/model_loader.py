@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..model.build import COMPUTE, ComputePlan, build_model
 from ..model.checkpoint import CheckpointError
 from ..model.probe import ModelProbe, probe_model, warn_about
-from .files import list_models, open_model, resolve_model
+from .files import list_models, open_model
 
 logger = logging.getLogger("ernie_fast")
 
@@ -76,7 +76,7 @@ class ErnieFastModelLoader(io.ComfyNode):
         """Load the model. Raises CheckpointError with one sentence for the user."""
         probe = probe_model(open_model(CATEGORY, unet_name))
         warn_about(probe)
-        patcher, plan = build_model(probe, resolve_model(CATEGORY, unet_name), compute)
+        patcher, plan = build_model(probe, compute)
         line = summary(probe, plan)
         logger.info("%s", line)
         return io.NodeOutput(patcher, line)

@@ -13,7 +13,7 @@ from ..text.encoder import build_clip
 from ..text.probe import probe_text_encoder
 from ..text.rope import ROPE, rope_from_config
 from ..text.source import FILES, TokenizerSource, file_source, find_tokenizer
-from .files import list_models, open_model, resolve_model
+from .files import list_models, open_model
 
 logger = logging.getLogger("ernie_fast")
 
@@ -105,7 +105,7 @@ class ErnieFastTextEncoderLoader(io.ComfyNode):
         checkpoint = open_model(CATEGORY, clip_name)
         probe = probe_text_encoder(checkpoint)
         source = _tokenizer_source(tokenizer, checkpoint)
-        clip = build_clip(probe, resolve_model(CATEGORY, clip_name), source, rope)
+        clip = build_clip(probe, source, rope)
         tokens = len(clip.tokenizer.ministral3_3b.inv_vocab)
         line = f"{probe.title}, tokenizer {tokens} tokens from {source.place}, rope {rope}"
         logger.info("%s", line)

@@ -90,12 +90,10 @@ def load_model(
 
     Raises: CheckpointError, see `probe_model`.
     """
-    return build_model(probe_model(open_checkpoint(path, label)), path, compute, disable_dynamic)[0]
+    return build_model(probe_model(open_checkpoint(path, label)), compute, disable_dynamic)[0]
 
 
-def build_model(
-    probe: ModelProbe, path: Path, compute: str, disable_dynamic: bool = False
-) -> tuple[ModelPatcher, ComputePlan]:
+def build_model(probe: ModelProbe, compute: str, disable_dynamic: bool = False) -> tuple[ModelPatcher, ComputePlan]:
     """Build the MODEL of a probed checkpoint. Arguments as in `load_model`.
 
     Raises: CheckpointError when the installed ComfyUI lacks the checkpoint's storage format.
@@ -116,7 +114,7 @@ def build_model(
         model.to(offload_device)
     model.load_model_weights(sd, "", assign=patcher.is_dynamic())
     # ComfyUI rebuilds the model through this for torch.compile, hooks and several GPUs.
-    patcher.cached_patcher_init = (load_model, (path, compute, probe.checkpoint.label))
+    patcher.cached_patcher_init = (load_model, (probe.checkpoint.path, compute, probe.checkpoint.label))
     return patcher, plan
 
 

@@ -11,7 +11,7 @@ import logging
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Checkpoint:
     """A checkpoint on disk: its files, the tensors of all of them, and what is written beside them.
 
     Args:
+        path: the file or folder that was opened.
         label: the name used in messages (what the user chose, not a full path).
         files: the safetensors files, in shard order.
         tensors: name -> TensorInfo over all files.
@@ -58,11 +59,12 @@ class Checkpoint:
         config: the folder's `config.json`, or {} when there is none.
     """
 
+    path: Path
     label: str
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any]
 
     @property
     def size_bytes(self) -> int:
@@ -108,7 +110,7 @@ def open_checkpoint(path: Path, label: str | None = None) -> Checkpoint:
                     )
                 tensors[name] = info
         _check_index(files, tensors, label)
-        return Checkpoint(label, tuple(files), tensors, metadata, _read_config(files[0].parent, label))
+        return Checkpoint(path, label, tuple(files), tensors, metadata, _read_config(files[0].parent, label))
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror or error}. Check the file and its rights.") from error
 

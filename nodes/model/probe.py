@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from .architecture import BOUNDARY_LINEARS, ErnieArchitecture, architecture_from_shapes, find_prefix
 from .checkpoint import Checkpoint, CheckpointError, TensorInfo
 from .foreign import describe
-from .storage import MARKER, Storage, detect_storage, logical_shapes
+from .storage import SIDE_TENSORS, Storage, detect_storage, logical_shapes
 
 logger = logging.getLogger("ernie_fast")
 
 _CLASS_NAME = "ErnieImageTransformer2DModel"
-_SIDE_TENSORS = (MARKER, ".weight_scale", ".weight_scale_2", ".input_scale", ".pre_quant_scale")
 
 
 @dataclass(frozen=True)
@@ -93,5 +92,5 @@ def _unused(
     return tuple(
         name
         for name in sorted(tensors)
-        if name not in known and name not in storage.drop and not storage.rename.get(name, name).endswith(_SIDE_TENSORS)
+        if name not in known and name not in storage.drop and not storage.rename.get(name, name).endswith(SIDE_TENSORS)
     )

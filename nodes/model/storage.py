@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import safetensors
@@ -19,6 +19,8 @@ from ...kernels.formats import DTYPE_BITS, FLOAT_DTYPES, FORMATS, FP8_DTYPES, St
 from .checkpoint import Checkpoint, CheckpointError, TensorInfo
 
 MARKER = ".comfy_quant"
+# Endings of what stands beside a quantised weight, under today's names.
+SIDE_TENSORS = (MARKER, ".weight_scale", ".weight_scale_2", ".input_scale", ".pre_quant_scale")
 _MAX_MARKER_BYTES = 64 * 1024
 # Tensors of formats that have no place in ComfyUI: SVDQuant (nunchaku), bitsandbytes, AWQ and GPTQ.
 _FOREIGN_QUANT = re.compile(r"\.(qweight|qzeros|wscales|wzeros|absmax|quant_map|quant_state\.\w+|proj_down|smooth_factor)$")
@@ -40,9 +42,9 @@ class Storage:
     layers: Mapping[str, Mapping[str, Any]]
     rename: Mapping[str, str]
     drop: frozenset[str]
-    dtypes: Mapping[str, int] = field(default_factory=dict)
-    parameters: int = 0
-    stored_bytes: int = 0
+    dtypes: Mapping[str, int]
+    parameters: int
+    stored_bytes: int
 
     def format_counts(self) -> Counter[str]:
         """Return how many layers each quantised format has."""
@@ -109,21 +111,27 @@ def _refuse_foreign_formats(tensors: Iterable[str], label: str) -> None:
 def _old_names(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], prefix: str) -> tuple[dict[str, str], frozenset[str]]:
     """Map `scale_weight` and `scale_input` to today's names; drop the old marker and input scales of exactly 1."""
     rename: dict[str, str] = {}
-    drop = {name for name in tensors if name == "scaled_fp8"}
+    ones: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         if name.endswith(".scale_weight"):
             rename[name] = name[: -len("scale_weight")] + "weight_scale"
         elif name.endswith(".scale_input"):
             rename[name] = name[: -len("scale_input")] + "input_scale"
-            if info.numel == 1 and info.dtype in FLOAT_DTYPES and _read(checkpoint, prefix + name, info).item() == 1.0:
-                drop.add(name)
-    return rename, frozenset(drop)
+            if info.numel == 1 and info.dtype in FLOAT_DTYPES:
+                ones[name] = info
+    drop = {name for name, tensor in _read(checkpoint, prefix, ones).items() if tensor.item() == 1.0}
+    return rename, frozenset(drop | ({"scaled_fp8"} & tensors.keys()))
 
 
-def _read(checkpoint: Checkpoint, name: str, info: TensorInfo) -> Any:
-    """Read one small tensor to the CPU."""
-    with safetensors.safe_open(str(info.file), framework="pt") as opened:
-        return opened.get_tensor(name)
+def _read(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Read small tensors to the CPU; each file is opened once, as opening it parses its whole header."""
+    out: dict[str, Any] = {}
+    for file in checkpoint.files:
+        names = [name for name, info in tensors.items() if info.file == file]
+        if names:
+            with safetensors.safe_open(str(file), framework="pt") as opened:
+                out |= {name: opened.get_tensor(prefix + name) for name in names}
+    return out
 
 
 def _declared_layers(
@@ -138,10 +146,8 @@ def _declared_layers(
             layer = name[len(prefix) :] if prefix and name.startswith(prefix) else name
             if f"{layer}.weight" in current:
                 layers[layer] = _checked_config(layer, config, label)
-    for name, info in tensors.items():
-        if name.endswith(MARKER):
-            layer = name[: -len(MARKER)]
-            layers[layer] = _checked_config(layer, _read_marker(checkpoint, prefix + name, info), label)
+    for layer, config in _read_markers(checkpoint, tensors, prefix).items():
+        layers[layer] = _checked_config(layer, config, label)
     if "scaled_fp8" in tensors:
         for name in current:
             layer = name[: -len(".weight_scale")]
@@ -163,13 +169,21 @@ def _header_layers(header: str, label: str) -> Mapping[str, Any]:
     return layers
 
 
-def _read_marker(checkpoint: Checkpoint, name: str, info: TensorInfo) -> Any:
-    if info.dtype != "U8" or info.numel > _MAX_MARKER_BYTES:
-        raise CheckpointError(f"{checkpoint.label}: '{name}' is {info.dtype} {list(info.shape)}; a short U8 text is needed.")
-    try:
-        return json.loads(bytes(_read(checkpoint, name, info).flatten().tolist()))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{checkpoint.label}: '{name}' holds no valid JSON ({error}).") from error
+def _read_markers(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], prefix: str) -> dict[str, Any]:
+    """Return layer -> parsed JSON of every `comfy_quant` tensor."""
+    markers = {name: info for name, info in tensors.items() if name.endswith(MARKER)}
+    for name, info in markers.items():
+        if info.dtype != "U8" or info.numel > _MAX_MARKER_BYTES:
+            raise CheckpointError(
+                f"{checkpoint.label}: '{prefix}{name}' is {info.dtype} {list(info.shape)}; a short U8 text is needed."
+            )
+    configs: dict[str, Any] = {}
+    for name, tensor in _read(checkpoint, prefix, markers).items():
+        try:
+            configs[name[: -len(MARKER)]] = json.loads(bytes(tensor.flatten().tolist()))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{checkpoint.label}: '{prefix}{name}' holds no valid JSON ({error}).") from error
+    return configs
 
 
 def _checked_config(layer: str, config: Any, label: str) -> dict[str, Any]:

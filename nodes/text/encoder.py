@@ -170,7 +170,7 @@ def load_text_encoder(
 
     Raises: CheckpointError, see `probe_text_encoder`, `TokenizerSource.load` and `build_clip`.
     """
-    return build_clip(probe_text_encoder(open_checkpoint(path, label)), path, source, rope, disable_dynamic)
+    return build_clip(probe_text_encoder(open_checkpoint(path, label)), source, rope, disable_dynamic)
 
 
 def load_patcher(
@@ -181,7 +181,7 @@ def load_patcher(
 
 
 def build_clip(
-    probe: EncoderProbe, path: Path, source: TokenizerSource, rope: str, disable_dynamic: bool = False
+    probe: EncoderProbe, source: TokenizerSource, rope: str, disable_dynamic: bool = False
 ) -> comfy.sd.CLIP:
     """Build the CLIP of a probed text encoder. Arguments as in `load_text_encoder`.
 
@@ -211,7 +211,7 @@ def build_clip(
         model_options=options,
         disable_dynamic=disable_dynamic,
     )
-    clip.patcher.cached_patcher_init = (load_patcher, (path, label, source, rope))
+    clip.patcher.cached_patcher_init = (load_patcher, (probe.checkpoint.path, label, source, rope))
     return clip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..model.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from ..model.foreign import describe
 from ..model.shapes import LAYER, check_shapes, count_layers, shape_of
-from ..model.storage import MARKER, Storage, detect_storage, logical_shapes
+from ..model.storage import SIDE_TENSORS, Storage, detect_storage, logical_shapes
 
 WHAT = "Ministral-3"
 RELEASED_HIDDEN_SIZE = 3072
@@ -30,7 +30,7 @@ _OTHER_WIDTHS = {
 }
 _SIGNATURE = re.compile(r"^((?:.*\.)?)layers\.\d+\.self_attn\.q_proj\.weight$")
 _VISION = ("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "multi_modal_projector.")
-_SIDE_TENSORS = (MARKER, ".weight_scale", ".weight_scale_2", ".input_scale", ".pre_quant_scale", ".rotary_emb.inv_freq")
+_SIDE_TENSORS = (*SIDE_TENSORS, ".rotary_emb.inv_freq")
 # Formats whose embedding rows ComfyUI can look up one by one.
 _EMBEDDING_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
 
