@@ -17,6 +17,7 @@ import comfy.utils
 import torch
 
 from .checkpoint import open_checkpoint
+from .forward import install
 from .probe import ModelProbe, probe_model
 from .state_dict import add_markers, read_tensors, require_formats
 from .storage import MARKER
@@ -113,6 +114,7 @@ def build_model(probe: ModelProbe, compute: str, disable_dynamic: bool = False) 
     if not mm.is_device_cpu(offload_device):
         model.to(offload_device)
     model.load_model_weights(sd, "", assign=patcher.is_dynamic())
+    install(patcher)
     # ComfyUI rebuilds the model through this for torch.compile, hooks and several GPUs.
     patcher.cached_patcher_init = (load_model, (probe.checkpoint.path, compute, probe.checkpoint.label))
     return patcher, plan

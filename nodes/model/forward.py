@@ -1,0 +1,186 @@
+"""The forward of ERNIE-Image with the hooks that ComfyUI's own lacks.
+
+In ComfyUI 0.30.0 the forward calls no DIFFUSION_MODEL wrapper, no block replacement and no attention patch, so EasyCache,
+skip-layer guidance, NAG and attention overrides do nothing on ERNIE and do not say so. This forward has them. It is put
+in place for one call at a time by an APPLY_MODEL wrapper, so the shared module is never left changed, and it calls the
+model's own submodules: with every hook off its result is bit-identical to ComfyUI's.
+
+Before its first use it is compared with ComfyUI's on a tiny model. If a later ComfyUI computes something else, one
+warning is logged and ComfyUI's own forward runs.
+
+Symbols: B batch, C latent channels, D hidden size, N image tokens, T text tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import comfy.model_management
+import comfy.ops
+import torch
+from comfy.ldm.ernie.model import ErnieImageModel
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+
+from .architecture import ErnieArchitecture
+from .blocks import ATTENTION_HOOK, BLOCK_HOOK, Blocks
+from .positions import ROPE_CACHE, TEXT_LENGTHS, RopeCache, rope_table, text_lengths, text_mask
+
+logger = logging.getLogger("ernie_fast")
+
+KEY = "ernie_fast_forward"
+
+
+def install(patcher: Any) -> None:
+    """Make a ModelPatcher of an ERNIE-Image model run this forward; its clones keep it."""
+    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
+        patcher.remove_wrappers_with_key(kind, KEY)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _with_rope_cache)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _with_forward)
+
+
+def _with_rope_cache(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give a sampling run a rope cache, and free it at the run's end, whatever way it ends."""
+    guider = executor.class_obj
+    original = guider.model_options
+    cache = RopeCache()
+    options = {**original.get("transformer_options", {}), ROPE_CACHE: cache}
+    guider.model_options = {**original, "transformer_options": options}
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        cache.tables.clear()
+        guider.model_options = original
+
+
+def _with_forward(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Put the forward onto this device's module for the duration of one call."""
+    model = executor.class_obj.diffusion_model
+    if not isinstance(model, ErnieImageModel) or comfy.model_management.in_training or not agrees_with_comfyui():
+        return executor(*args, **kwargs)
+    model.forward = functools.partial(forward, model)
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        del model.forward
+
+
+@functools.cache
+def agrees_with_comfyui() -> bool:
+    """Compare this forward with ComfyUI's on a tiny model, once per process; log one warning when they differ."""
+    try:
+        difference = _difference_on_a_tiny_model()
+    except Exception as error:  # whatever a changed ComfyUI raises, its own forward still works
+        logger.warning(
+            "this ComfyUI's ERNIE-Image model is not the expected one (%s: %s). Its own forward runs; cache, skip-layer "
+            "guidance, NAG and attention choices have no effect. Update ERNIE-Image Fast", type(error).__name__, error,
+        )  # fmt: skip
+        return False
+    if difference > 1e-5:
+        logger.warning(
+            "this ComfyUI's ERNIE-Image model computes something else (relative difference %.1e). Its own forward runs; "
+            "cache, skip-layer guidance, NAG and attention choices have no effect. Update ERNIE-Image Fast", difference,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def _difference_on_a_tiny_model() -> float:
+    """Return the largest relative difference to ComfyUI's forward, over the ways through ours, in fp32 on the CPU."""
+    architecture = ErnieArchitecture(
+        hidden_size=32, num_layers=2, num_heads=2, ffn_size=48, in_channels=4, out_channels=4, patch_size=1, text_dim=24,
+        rope_axes=(4, 6, 6),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    with torch.inference_mode():
+        config = {name: value for name, value in architecture.unet_config().items() if name != "image_model"}
+        model = ErnieImageModel(**config, device="cpu", dtype=torch.float32, operations=comfy.ops.disable_weight_init)
+        # With dynamic VRAM ComfyUI's linear layers have no weights until they get some.
+        model.load_state_dict({n: random(*shape) * 0.2 for n, shape in architecture.shapes()}, assign=True, strict=False)
+        x, timesteps, context = random(2, 4, 3, 5), torch.tensor([700.0, 20.0]), random(2, 6, 24)
+        rope_options = {"rope_options": {"scale_x": 1.5, "shift_y": 2.0}}
+        options: tuple[dict[str, Any], ...] = (
+            {}, {ATTENTION_HOOK: lambda block, attention: attention()},
+            {"patches": {"attn1_patch": [lambda q, k, v, **kwargs: {}]}}, {TEXT_LENGTHS: (6, 4)},
+        )  # fmt: skip
+        expected = ErnieImageModel.forward(model, x, timesteps, context, transformer_options=rope_options)
+        found = [forward(model, x, timesteps, context, transformer_options={**rope_options, **o}) for o in options]
+        # A row with a shorter prompt equals that row alone.
+        short = ErnieImageModel.forward(model, x[1:], timesteps[1:], context[1:, :4], transformer_options=rope_options)
+        wanted = [expected, expected, expected, torch.cat([expected[:1], short])]
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+
+
+def forward(
+    model: Any,
+    x: torch.Tensor,
+    timesteps: torch.Tensor,
+    context: torch.Tensor,
+    transformer_options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Run the model through its DIFFUSION_MODEL wrappers.
+
+    Args:
+        model: ComfyUI's `ErnieImageModel`.
+        x: (B, C, height, width) latent, in the compute dtype.
+        timesteps: (B,) sigma * 1000, fp32.
+        context: (B, T, text width) hidden states of the text encoder.
+        transformer_options: ComfyUI's options of this call.
+        kwargs: other conditions; ERNIE-Image has no use for them.
+
+    Returns: (B, C, height, width), the predicted velocity.
+    Raises: ValueError when the text encoder does not belong to the model.
+    """
+    options = transformer_options if transformer_options is not None else {}
+    wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options)
+    executor = WrapperExecutor.new_class_executor(functools.partial(_forward, model), model, wrappers)
+    return executor.execute(x, timesteps, context, transformer_options=options, **kwargs)
+
+
+def _forward(
+    model: Any, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor, transformer_options: dict[str, Any], **_: Any
+) -> torch.Tensor:
+    batch, _channels, height, width = x.shape
+    patch = model.patch_size
+    rows, columns = height // patch, width // patch
+    image_tokens = rows * columns
+
+    image = model.x_embedder(x)
+    text = _project_text(model, context)
+    text_tokens = text.shape[1]
+    lengths = text_lengths(transformer_options, batch, text_tokens)
+    conditioning = model.time_embedding(model.time_proj(timesteps).to(x.dtype))
+    blocks = Blocks(
+        layers=model.layers,
+        rope=rope_table(model, lengths, rows, columns, text_tokens, x.device, transformer_options),
+        modulation=[part.unsqueeze(1).contiguous() for part in model.adaLN_modulation(conditioning).chunk(6, dim=-1)],
+        mask=text_mask(lengths, image_tokens, text_tokens, x.device, x.dtype),
+        image_tokens=image_tokens,
+        options={
+            **transformer_options, "img_slice": [0, image_tokens], "total_blocks": len(model.layers), "block_type": "single",
+        },
+    )  # fmt: skip
+    hook = transformer_options.get(BLOCK_HOOK, Blocks.run)
+    hidden_states = hook(blocks, torch.cat([image, text], dim=1))
+
+    hidden_states = model.final_norm(hidden_states, conditioning).type_as(hidden_states)
+    patches = model.final_linear(hidden_states)[:, :image_tokens]
+    patches = patches.view(batch, rows, columns, patch, patch, model.out_channels).permute(0, 5, 1, 3, 2, 4)
+    return patches.reshape(batch, model.out_channels, height, width)
+
+
+def _project_text(model: Any, context: torch.Tensor) -> torch.Tensor:
+    """Return (B, T, D). Raises ValueError when the conditions come from another kind of text encoder."""
+    wanted = model.hidden_size if model.text_proj is None else model.text_proj.in_features
+    if context.shape[-1] != wanted:
+        raise ValueError(
+            f"the prompt was encoded with width {context.shape[-1]}, but this ERNIE-Image model needs width {wanted}. "
+            "Load the text encoder that belongs to the model (ministral-3-3b.safetensors for the released models)."
+        )
+    return context if model.text_proj is None or context.numel() == 0 else model.text_proj(context)
