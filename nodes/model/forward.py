@@ -40,6 +40,20 @@ def install(patcher: Any) -> None:
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _with_forward)
 
 
+def require_ernie(patcher: Any) -> int:
+    """Return the number of blocks of a MODEL's transformer.
+
+    Raises: ValueError when it is another kind of model.
+    """
+    module = patcher.model.diffusion_model
+    if not isinstance(module, ErnieImageModel):
+        raise ValueError(
+            f"this model is {type(module).__name__}, not ERNIE-Image. Connect the output of an ERNIE Model Loader, or of any "
+            "loader with an ERNIE-Image file."
+        )
+    return len(module.layers)
+
+
 def _with_rope_cache(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """Give a sampling run a rope cache, and free it at the run's end, whatever way it ends."""
     guider = executor.class_obj

@@ -1,0 +1,97 @@
+"""Put a cache onto a clone of a MODEL. Nothing else of the model is touched; a clone without it has none."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from comfy.patcher_extension import WrappersMP
+
+from ..model import forward
+from .config import CacheConfig
+from .report import CacheReport
+from .run import CacheRun
+
+logger = logging.getLogger("ernie_fast")
+
+KEY = "ernie_fast_cache"
+_RUN = "ernie_fast_cache_run"
+
+
+class Cache:
+    """The cache of a MODEL and its clones: the settings, and the report of the last run."""
+
+    def __init__(self, config: CacheConfig, blocks: int) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.report: CacheReport | None = None
+
+
+def attach_cache(patcher: Any, config: CacheConfig) -> Any:
+    """Return a clone of an ERNIE-Image ModelPatcher that samples with this cache, in place of one that it had.
+
+    Raises: ValueError when the model is another kind, or has too few blocks for the settings.
+    """
+    blocks = forward.require_ernie(patcher)
+    fixed = config.fn_compute_blocks + config.bn_compute_blocks
+    if fixed >= blocks:
+        raise ValueError(
+            f"fn_compute_blocks {config.fn_compute_blocks} + bn_compute_blocks {config.bn_compute_blocks} leave none of the model's "
+            f"{blocks} blocks to cache; together they may be at most {blocks - 1}. Lower them."
+        )
+    clone = patcher.clone()
+    if not clone.get_wrappers(WrappersMP.APPLY_MODEL, forward.KEY):
+        forward.install(clone)
+    wrappers = {
+        WrappersMP.OUTER_SAMPLE: _outer_sample, WrappersMP.PREDICT_NOISE: _predict_noise, WrappersMP.APPLY_MODEL: _apply_model,
+    }  # fmt: skip
+    for kind, wrapper in wrappers.items():
+        clone.remove_wrappers_with_key(kind, KEY)
+        clone.add_wrapper_with_key(kind, KEY, wrapper)
+    clone.model_options["transformer_options"][KEY] = Cache(config, blocks)
+    return clone
+
+
+def cache_of(patcher: Any) -> Cache | None:
+    """Return the cache of a MODEL, or None."""
+    return patcher.model_options.get("transformer_options", {}).get(KEY)
+
+
+def _outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give a sampling run its state, report what it did, and free it at the run's end, whatever way it ends."""
+    guider = executor.class_obj
+    original = guider.model_options
+    options = original.get("transformer_options", {})
+    cache = options.get(KEY)
+    if cache is None or "easycache" in options:
+        if cache is not None:
+            logger.warning("cache: EasyCache or LazyCache is on this model too, so the ERNIE cache stays off. Remove one of them")
+        return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+    run = CacheRun(cache.config, sigmas.tolist(), cache.blocks)
+    guider.model_options = {**original, "transformer_options": {**options, _RUN: run}}
+    try:
+        return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+    finally:
+        guider.model_options = original
+        run.free()
+        cache.report = run.report
+        skipped = run.report.computed < len(run.report.decisions)
+        logger.log(logging.INFO if skipped or cache.config.residual_diff_threshold == 0 else logging.WARNING, run.report.line())
+
+
+def _predict_noise(executor: Any, x: Any, timestep: Any, model_options: dict[str, Any], seed: Any = None) -> Any:
+    run = model_options.get("transformer_options", {}).get(_RUN)
+    if run is None:
+        return executor(x, timestep, model_options, seed)
+    return run.evaluate(lambda: executor(x, timestep, model_options, seed))
+
+
+def _apply_model(
+    executor: Any, x: Any, t: Any, c_concat: Any, c_crossattn: Any, control: Any, transformer_options: dict[str, Any], **kwargs: Any
+) -> Any:
+    run = transformer_options.get(_RUN)
+    if run is None:
+        return executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+    return run.call(
+        lambda options: executor(x, t, c_concat, c_crossattn, control, options, **kwargs), x, t, transformer_options
+    )
