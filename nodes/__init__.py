@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .cache.node import ErnieFastCache, ErnieFastCacheReport
 from .loaders.lora_loader import ErnieFastLoRALoader
 from .loaders.model_loader import ErnieFastModelLoader
 from .loaders.text_encoder_loader import ErnieFastTextEncoderLoader
@@ -14,4 +15,6 @@ class ErnieFastExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return the node classes in the order in which they are documented."""
-        return [ErnieFastModelLoader, ErnieFastTextEncoderLoader, ErnieFastLoRALoader]
+        return [
+            ErnieFastModelLoader, ErnieFastTextEncoderLoader, ErnieFastLoRALoader, ErnieFastCache, ErnieFastCacheReport,
+        ]  # fmt: skip

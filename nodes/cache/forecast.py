@@ -61,8 +61,10 @@ class Corrector:
     interpolation. The difference, weighted by what each step did with it, is added to the computed step, as in a
     predictor-corrector method for differential equations (Adams-Bashforth-Moulton; FoCa, arXiv 2508.16211, does it for features).
 
-    With the denoised output D, a step from sigma_j to sigma_(j+1) adds (1 - sigma_(j+1) / sigma_j) * D. An error e_j in D is,
-    at sigma_i further on, sigma_i * (1 / sigma_(j+1) - 1 / sigma_j) * e_j. This is exact for Euler steps.
+    With the denoised output D, an Euler step from sigma_j to sigma_(j+1) adds (1 - sigma_(j+1) / sigma_j) * D. An error e_j in D is,
+    at sigma_i further on, c = sigma_i * (1 / sigma_(j+1) - 1 / sigma_j) * e_j. The computed step at sigma_i moves the picture by
+    the sum of c on top of its own velocity. (Scaling c by sigma_(i+1) / sigma_i, as for a D that does not depend on the picture,
+    lost 1 dB on the bench.)
     """
 
     def __init__(self, order: int = 2) -> None:

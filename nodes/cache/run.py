@@ -73,8 +73,9 @@ class CacheRun:
         keys = self._keys(options)
         self.report.blocks_total += self._blocks
         call = _Call(self, keys, options.get("cond_or_uncond", []), sigma)
+        options = {**options, **self._attention_hook(call)}
         if self.config.fn_compute_blocks:
-            out = model({**options, BLOCK_HOOK: call.run_blocks, **self._attention_hook(call)})
+            out = model({**options, BLOCK_HOOK: call.run_blocks})
             if not call.decided:  # something inside answered without running the blocks
                 return out
         else:
@@ -82,7 +83,7 @@ class CacheRun:
             if not call.computed:
                 pieces = [self.branches[key].forecast.predict(self.position) for key in keys]
                 return self._repair(call, torch.cat(pieces))
-            out = model({**options, **self._attention_hook(call)})
+            out = model(options)
             self.report.blocks_run += self._blocks
             for key, piece in zip(keys, out.chunk(len(keys)), strict=True):
                 self.branch(key).computed(self.position, piece, measure=True)
