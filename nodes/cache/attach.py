@@ -83,7 +83,7 @@ def _predict_noise(executor: Any, x: Any, timestep: Any, model_options: dict[str
     run = model_options.get("transformer_options", {}).get(_RUN)
     if run is None:
         return executor(x, timestep, model_options, seed)
-    return run.evaluate(lambda: executor(x, timestep, model_options, seed))
+    return run.evaluate(lambda: executor(x, timestep, model_options, seed), x, timestep)
 
 
 def _apply_model(

@@ -88,7 +88,7 @@ PRESETS = MappingProxyType(
         "safe": replace(_BALANCED, max_continuous_cached_steps=1),
         "balanced": _BALANCED,
         "fast": replace(_BALANCED, max_continuous_cached_steps=3),
-        "ultra": replace(_BALANCED, max_continuous_cached_steps=4),
+        "ultra": replace(_BALANCED, residual_diff_threshold=0.12, max_continuous_cached_steps=5),
         "turbo": replace(_BALANCED, max_warmup_steps=2, max_continuous_cached_steps=1),
     }
 )
