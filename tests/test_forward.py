@@ -49,7 +49,7 @@ def paint(model, steps=3, positive=None, negative=None, cfg=4.0, batch=1, size=(
 def core_forward(model):
     """A clone that runs ComfyUI's own forward."""
     clone = model.clone()
-    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
+    for kind in forward_module.WRAPPERS:
         clone.remove_wrappers_with_key(kind, forward_module.KEY)
     return clone
 
@@ -200,6 +200,26 @@ def test_nag_has_an_effect(model):
     plain = paint(model, cfg=1.0)
     assert not torch.allclose(paint(guided, cfg=1.0), plain, rtol=0.01)
     torch.testing.assert_close(paint(core_forward(guided), cfg=1.0), plain, rtol=1e-3, atol=1e-3)
+
+
+def test_nag_has_an_effect_where_the_prompts_differ_in_length(model):
+    """ComfyUI runs such prompts apart, and NAG does nothing then; the negative prompt is nearly always the shorter one."""
+    negative = condition(2, seed=2)
+    guided = NAGuidance.execute(model, 5.0, 0.5, 1.5).args[0]
+    plain = paint(model, cfg=1.0, negative=negative)
+    assert not torch.allclose(paint(guided, cfg=1.0, negative=negative, batch=2)[:1], plain, rtol=0.01)
+    torch.testing.assert_close(paint(core_forward(guided), cfg=1.0, negative=negative), plain, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_prompts_padded_into_one_forward_paint_the_same_picture(model, batch):
+    negative = condition(2, seed=2)
+    patched, calls = counted(model)
+    patched.set_model_attn1_output_patch(lambda out, extra_options: out)
+    together = paint(patched, negative=negative, batch=batch)
+    assert set(calls) == {2 * batch}
+    apart = paint(model, negative=negative, batch=batch)
+    torch.testing.assert_close(together, apart, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("keys", [["diffusion_model"], [f"diffusion_model.layers.{i}" for i in range(3)]], ids=["whole", "blocks"])

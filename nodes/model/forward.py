@@ -26,6 +26,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from .architecture import ErnieArchitecture
 from .blocks import ATTENTION_HOOK, BLOCK_HOOK, Blocks
 from .positions import ROPE_CACHE, TEXT_LENGTHS, RopeCache, rope_table, text_lengths, text_mask
+from .text_batch import with_padding
 
 logger = logging.getLogger("ernie_fast")
 
@@ -34,10 +35,9 @@ KEY = "ernie_fast_forward"
 
 def install(patcher: Any) -> None:
     """Make a ModelPatcher of an ERNIE-Image model run this forward; its clones keep it."""
-    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
+    for kind, wrapper in WRAPPERS.items():
         patcher.remove_wrappers_with_key(kind, KEY)
-    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _with_rope_cache)
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _with_forward)
+        patcher.add_wrapper_with_key(kind, KEY, wrapper)
 
 
 def require_ernie(patcher: Any) -> int:
@@ -68,16 +68,32 @@ def _with_rope_cache(executor: Any, *args: Any, **kwargs: Any) -> Any:
         guider.model_options = original
 
 
+def _with_padding(executor: Any, model: Any, *args: Any) -> Any:
+    """Let prompts of different lengths share a forward where a patch compares them: only this forward can."""
+    if not _is_ours(model.diffusion_model):
+        return executor(model, *args)
+    return with_padding(executor, model, *args)
+
+
 def _with_forward(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """Put the forward onto this device's module for the duration of one call."""
     model = executor.class_obj.diffusion_model
-    if not isinstance(model, ErnieImageModel) or comfy.model_management.in_training or not agrees_with_comfyui():
+    if not _is_ours(model):
         return executor(*args, **kwargs)
     model.forward = functools.partial(forward, model)
     try:
         return executor(*args, **kwargs)
     finally:
         del model.forward
+
+
+def _is_ours(module: Any) -> bool:
+    return isinstance(module, ErnieImageModel) and not comfy.model_management.in_training and agrees_with_comfyui()
+
+
+WRAPPERS = {
+    WrappersMP.OUTER_SAMPLE: _with_rope_cache, WrappersMP.CALC_COND_BATCH: _with_padding, WrappersMP.APPLY_MODEL: _with_forward,
+}  # fmt: skip
 
 
 @functools.cache
@@ -146,7 +162,7 @@ def forward(
         timesteps: (B,) sigma * 1000, fp32.
         context: (B, T, text width) hidden states of the text encoder.
         transformer_options: ComfyUI's options of this call.
-        kwargs: other conditions; ERNIE-Image has no use for them.
+        kwargs: other conditions; `text_lengths` as in `positions.text_lengths`, the rest is of no use to ERNIE-Image.
 
     Returns: (B, C, height, width), the predicted velocity.
     Raises: ValueError when the text encoder does not belong to the model.
@@ -158,8 +174,11 @@ def forward(
 
 
 def _forward(
-    model: Any, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor, transformer_options: dict[str, Any], **_: Any
+    model: Any, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor, transformer_options: dict[str, Any],
+    **kwargs: Any,
 ) -> torch.Tensor:
+    if TEXT_LENGTHS in kwargs:
+        transformer_options = {**transformer_options, TEXT_LENGTHS: kwargs[TEXT_LENGTHS]}
     batch, _channels, height, width = x.shape
     patch = model.patch_size
     rows, columns = height // patch, width // patch
