@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..model.blocks import ATTENTION_HOOK, BLOCK_HOOK, Blocks
-from .buffers import store
 from .config import CacheConfig
 from .policy import CachePolicy, position_of
 from .report import CacheReport
@@ -278,7 +277,8 @@ class _Call:
             middle = (out - hidden_states).chunk(len(self.keys))
             for key, residual, value in zip(self.keys, residuals, middle, strict=True):
                 branch = run.branch(key)
-                branch.first_residual = store(residual.clone(), config.cache_dtype)
+                # Not smaller: rounding here would look like a difference and cost computed steps.
+                branch.first_residual = residual.clone()
                 branch.computed(run.position, value.clone(), measure=False)
             run.report.blocks_run += len(blocks)
         else:
@@ -292,8 +292,8 @@ class _Call:
         branches = [self._run.branches.get(self.keys[row]) for row in self._cond_rows]
         kept = [branch.first_residual for branch in branches if branch is not None and branch.first_residual is not None]
         if len(kept) != len(self._cond_rows) or any(
-            one.data.shape != residuals[row].shape for one, row in zip(kept, self._cond_rows, strict=True)
+            one.shape != residuals[row].shape for one, row in zip(kept, self._cond_rows, strict=True)
         ):
             return None
         now = torch.stack([residuals[row] for row in self._cond_rows])
-        return relative_l1(now, torch.stack([one.load() for one in kept]))
+        return relative_l1(now, torch.stack(kept))

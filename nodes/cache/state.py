@@ -26,7 +26,7 @@ class Branch:
     def __init__(self, config: CacheConfig) -> None:
         self.forecast = TaylorSeer(config.order, config.cache_dtype if config.fn_compute_blocks else "auto")
         self.corrector = Corrector() if config.forecast == "corrected" else None
-        self.first_residual: Stored | None = None
+        self.first_residual: torch.Tensor | None = None
         self._order = config.order
         self._error: torch.Tensor | None = None
         self._error_gap = 1.0
