@@ -273,6 +273,39 @@ def test_demo_command_writes_the_picture(server: Server, tmp_path: Path, monkeyp
     assert pictures[0].tobytes() != pictures[1].tobytes(), "another seed, another picture"
 
 
+def with_cache(prompt: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """Put ERNIE Cache before the sampler of a prompt, and its report, shown by a text preview, after it."""
+    prompt = copy.deepcopy(prompt)
+    sampler_id = next(key for key, entry in prompt.items() if entry["class_type"] == "KSampler")
+    decoder = next(entry for entry in prompt.values() if entry["class_type"] == "VAEDecode")
+    model = prompt[sampler_id]["inputs"]["model"]
+    prompt["cache"] = {"class_type": "ErnieFastCache", "inputs": {"model": model, **settings}}
+    prompt["report"] = {"class_type": "ErnieFastCacheReport", "inputs": {"model": ["cache", 0], "samples": [sampler_id, 0]}}
+    prompt["text"] = {"class_type": "PreviewAny", "inputs": {"source": ["report", 1]}}
+    prompt[sampler_id]["inputs"]["model"] = ["cache", 0]
+    decoder["inputs"]["samples"] = ["report", 0]
+    return prompt
+
+
+def test_cache_in_a_graph_skips_steps_reports_them_and_can_be_bypassed(server: Server, object_info: dict[str, Any]):  # U64
+    prompt = demo.demo_prompt(object_info, "a red apple on a teal background", 3)[0]
+    plain = run(server, prompt)
+    outputs = asyncio.run(demo.run_prompt(server, with_cache(prompt, preset="balanced")))
+    (image,) = [image for output in outputs.values() for image in output.get("images", [])]
+    with Image.open(io.BytesIO(demo.download(server, image))) as opened:
+        cached = opened.convert("RGB")
+    (text,) = outputs["text"]["text"]
+    assert "of 20 steps" in text
+    assert "\nsteps: ###" in text
+    assert "." in text.split("steps: ")[1].split("\n")[0]
+    error = np.mean((np.asarray(cached, float) - np.asarray(plain, float)) ** 2)
+    assert 0 < error < 20, "PSNR below 35 dB"
+    set_input(prompt, "KSampler", "seed", 4)
+    run(server, prompt)
+    set_input(prompt, "KSampler", "seed", 3)
+    assert run(server, prompt).tobytes() == plain.tobytes(), "the cache stayed after its node was removed"
+
+
 # --- what can go wrong ---
 
 
@@ -303,6 +336,16 @@ def test_a_wrong_value_is_refused_before_the_run(
     set_input(prompt, node, key, value)
     with pytest.raises(demo.RunError, match=reason):
         asyncio.run(demo.run_prompt(server, prompt))
+
+
+def test_a_wrong_cache_setting_is_refused_before_the_run(server: Server, object_info: dict[str, Any]):
+    prompt = demo.demo_prompt(object_info, "", None)[0]
+    for settings, reason in (
+        ({"preset": "custom", "steps_computation_mask": "1,2"}, "steps_computation_mask holds '2'"),
+        ({"preset": "fastest"}, "preset"),
+    ):
+        with pytest.raises(demo.RunError, match=reason):
+            asyncio.run(demo.run_prompt(server, with_cache(prompt, **settings)))
 
 
 def test_an_error_during_the_run_names_the_node(server: Server, object_info: dict[str, Any]):
