@@ -1,12 +1,13 @@
 """cache-dit itself on the bundled tiny checkpoint, for bench/quality.py. It needs an environment of its own:
 
     python -m venv .cache/peers
-    .cache/peers/bin/pip install torch==2.14.1 diffusers==0.42.1 cache-dit==1.5.3 transformers accelerate
+    .cache/peers/bin/pip install torch==2.14.1 diffusers==0.42.1 cache-dit==1.5.3
     .cache/peers/bin/python bench/cache_dit_peer.py --inputs in.safetensors --configs configs.json --out out.safetensors
 
-`in.safetensors` holds `sigmas` (steps + 1), and for each case i `noise.i` (1, 128, h, w), `cond.i` and `uncond.i` (1, T, width);
-its metadata has `cfg` and `cases`. `out.safetensors` gets `latent.<config>.<i>` and, as metadata `runs`, the blocks that ran. As in
-diffusers' pipeline, cond and uncond are padded into one batch. An uncached run is always made, named "uncached".
+`in.safetensors` holds `sigmas` (steps + 1), and for each case i `noise.i` (1, 128, h, w), `cond.i` and `uncond.i`
+(1, T, width); its metadata has `cfg` and `cases`. `out.safetensors` gets `latent.<config>.<i>` and, as metadata `runs`,
+the blocks that ran. As in diffusers' pipeline, cond and uncond are padded into one batch. An uncached run is always
+made, named "uncached".
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PeerConfig:
 
 
 def build(config: PeerConfig | None, steps: int) -> tuple[ErnieImageTransformer2DModel, list[int]]:
-    """Return a transformer with cache-dit enabled, and a list that grows by the batch size with every block that runs."""
+    """Return a transformer with cache-dit enabled, and a list that gets the batch size of every block that runs."""
     model = ErnieImageTransformer2DModel(
         hidden_size=256, num_attention_heads=2, num_layers=12, ffn_hidden_size=768, in_channels=128, out_channels=128,
         patch_size=1, text_in_dim=192, rope_theta=256, rope_axes_dim=(32, 48, 48),
@@ -52,9 +53,13 @@ def build(config: PeerConfig | None, steps: int) -> tuple[ErnieImageTransformer2
         layer.register_forward_hook(lambda _module, args, _out: ran.append(args[0].shape[1]))
     if config is not None:
         cache_config = cache_dit.DBCacheConfig(
-            Fn_compute_blocks=config.fn, Bn_compute_blocks=config.bn, residual_diff_threshold=config.threshold,
-            max_warmup_steps=config.warmup, max_continuous_cached_steps=config.max_continuous, num_inference_steps=steps,
-        )  # fmt: skip
+            Fn_compute_blocks=config.fn,
+            Bn_compute_blocks=config.bn,
+            residual_diff_threshold=config.threshold,
+            max_warmup_steps=config.warmup,
+            max_continuous_cached_steps=config.max_continuous,
+            num_inference_steps=steps,
+        )
         calibrator = None
         if config.taylor_order:
             calibrator = cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=config.taylor_order)
@@ -63,7 +68,12 @@ def build(config: PeerConfig | None, steps: int) -> tuple[ErnieImageTransformer2
 
 
 def paint(
-    model: ErnieImageTransformer2DModel, sigmas: torch.Tensor, x: torch.Tensor, cond: torch.Tensor, uncond: torch.Tensor, cfg: float
+    model: ErnieImageTransformer2DModel,
+    sigmas: torch.Tensor,
+    x: torch.Tensor,
+    cond: torch.Tensor,
+    uncond: torch.Tensor,
+    cfg: float,
 ) -> torch.Tensor:
     """Return the latent after Euler steps, (1, 128, h, w)."""
     lengths = torch.tensor([uncond.shape[1], cond.shape[1]])
@@ -71,7 +81,11 @@ def paint(
     text[0, : uncond.shape[1]], text[1, : cond.shape[1]] = uncond[0], cond[0]
     for sigma, following in itertools.pairwise(sigmas):
         velocity = model(
-            hidden_states=torch.cat([x, x]), timestep=(sigma * 1000).expand(2), text_bth=text, text_lens=lengths, return_dict=False
+            hidden_states=torch.cat([x, x]),
+            timestep=(sigma * 1000).expand(2),
+            text_bth=text,
+            text_lens=lengths,
+            return_dict=False,
         )[0]
         x = x + (following - sigma) * (velocity[:1] + cfg * (velocity[1:] - velocity[:1]))
     return x
@@ -89,15 +103,19 @@ def main() -> None:
     with safe_open(arguments.inputs, "pt") as opened:
         metadata = opened.metadata()
     sigmas, cfg = inputs["sigmas"], float(metadata["cfg"])
+    steps = len(sigmas) - 1
     configs = [PeerConfig(**entry) for entry in json.loads(arguments.configs.read_text())]
     latents: dict[str, torch.Tensor] = {}
     runs: dict[str, list[int]] = {}
     for config in (None, *configs):
         name = "uncached" if config is None else config.name
+        model, ran = build(config, steps)
         for case in range(int(metadata["cases"])):
-            model, ran = build(config, len(sigmas) - 1)
-            x = inputs[f"noise.{case}"]
-            latents[f"latent.{name}.{case}"] = paint(model, sigmas, x, inputs[f"cond.{case}"], inputs[f"uncond.{case}"], cfg)
+            if config is not None:
+                cache_dit.refresh_context(model, num_inference_steps=steps, verbose=False)
+            ran.clear()
+            noise, cond, uncond = (inputs[f"{part}.{case}"] for part in ("noise", "cond", "uncond"))
+            latents[f"latent.{name}.{case}"] = paint(model, sigmas, noise, cond, uncond, cfg)
             runs.setdefault(name, []).append(sum(ran))
         print(f"{name}: {runs[name]} blocks", flush=True)
     versions = {package: version(package) for package in ("cache-dit", "diffusers", "torch")}
