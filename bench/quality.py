@@ -63,6 +63,10 @@ class Task:
     seeds: int
     sampler: str = "euler"
 
+    def cases(self) -> list[tuple[str, int]]:
+        """Return every (prompt, seed)."""
+        return [(prompt, seed) for prompt in self.prompts for seed in range(self.seeds)]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -154,18 +158,16 @@ def our_models(model: Any, task: str) -> Iterable[tuple[str, str, Any]]:
         f2 = {"fn_compute_blocks": 2, "residual_diff_threshold": 0.12}
         for name, config in {
             "balanced, taylorseer 1": CacheConfig(forecast="taylorseer"),
-            "balanced, taylorseer 2": CacheConfig(forecast="taylorseer", forecast_order=2),
             "balanced, none": CacheConfig(forecast="none"),
             "F2 0.12 taylorseer 1": dbcache(**f2, forecast="taylorseer"),
             "F2 0.12 corrected": dbcache(**f2, forecast="corrected"),
-            "F2 0.12 taylorseer 1, bf16": dbcache(**f2, forecast="taylorseer", cache_dtype="bf16"),
             "F2 0.12 taylorseer 1, fp8": dbcache(**f2, forecast="taylorseer", cache_dtype="fp8"),
             "F2 0.12 taylorseer 1, int8": dbcache(**f2, forecast="taylorseer", cache_dtype="int8"),
             "balanced, attention reuse 2": CacheConfig(attention_reuse=2),
             "balanced, mask fast": CacheConfig(steps_computation_mask="fast", steps_computation_policy="static"),
         }.items():
             yield "ours, variants", name, attach_cache(model, config)
-    for threshold in (0.2,) if task == "turbo8" else (0.1, 0.2, 0.4):
+    for threshold in (0.2,) if task == "turbo8" else (0.2, 0.4):
         for label, node in (("EasyCache", EasyCacheNode), ("LazyCache", LazyCacheNode)):
             yield label, f"{label} {threshold}", node.execute(model, threshold, 0.15, 0.95, False).args[0]
 
@@ -177,9 +179,9 @@ PEER_CONFIGS = (
 )  # fmt: skip
 
 
-def peer_rows(nano: Nano, python: Path, task: Task, references: dict[tuple[str, int], torch.Tensor]) -> list[Row]:
-    """Run cache-dit in its own environment on the same noise and prompts."""
-    cases = [(prompt, seed) for prompt in task.prompts for seed in range(task.seeds)]
+def run_peers(nano: Nano, python: Path, task: Task, out: Path) -> None:
+    """Run cache-dit in its own environment on the same noise and prompts; write its latents to `out`."""
+    cases = task.cases()
     sampling = nano.model.get_model_object("model_sampling")
     tensors = {"sigmas": comfy.samplers.calculate_sigmas(sampling, "simple", task.steps)}
     for index, (prompt, seed) in enumerate(cases):
@@ -189,27 +191,31 @@ def peer_rows(nano: Nano, python: Path, task: Task, references: dict[tuple[str, 
     fields = ("name", "fn", "threshold", "warmup", "max_continuous", "taylor_order")
     configs = [{**dict(zip(fields, entry, strict=True)), "bn": 0} for entry in PEER_CONFIGS]
     with tempfile.TemporaryDirectory() as folder:
-        inputs, settings, out = (Path(folder) / name for name in ("in.safetensors", "configs.json", "out.safetensors"))
+        inputs, settings = Path(folder) / "in.safetensors", Path(folder) / "configs.json"
         save_file(tensors, inputs, {"cfg": str(task.cfg), "cases": str(len(cases))})
         settings.write_text(json.dumps(configs))
         script = ROOT / "bench" / "cache_dit_peer.py"
         command = [str(python), str(script), "--inputs", str(inputs), "--configs", str(settings), "--out", str(out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        latents = load_file(out)
-        with safe_open(out, "pt") as opened:
-            runs = json.loads(opened.metadata()["runs"])
+
+
+def peer_rows(nano: Nano, file: Path, task: Task, references: dict[tuple[str, int], torch.Tensor]) -> list[Row]:
+    """Return the rows of what cache_dit_peer.py wrote. Its uncached run shows that both programs paint the same picture."""
+    latents = load_file(file)
+    with safe_open(file, "pt") as opened:
+        runs = json.loads(opened.metadata()["runs"])
     rows = []
-    for name in ("uncached", *(entry[0] for entry in PEER_CONFIGS)):
-        for index, case in enumerate(cases):
+    for name, blocks in runs.items():
+        for index, case in enumerate(task.cases()):
             found, wanted = nano.picture(latents[f"latent.{name}.{index}"]), references[case]
-            ratio = task.steps * 2 * BLOCKS / runs[name][index]
+            ratio = task.steps * 2 * BLOCKS / blocks[index]
             rows.append(Row("base50", "cache-dit", name, *case, ratio, psnr(found, wanted), ssim(found, wanted)))
     return rows
 
 
 def run_task(nano: Nano, label: str, task: Task, peers: Path | None) -> list[Row]:
-    """Run every setting on every prompt and seed."""
-    cases = [(prompt, seed) for prompt in task.prompts for seed in range(task.seeds)]
+    """Run every setting on every prompt and seed; `peers` is a file of cache_dit_peer.py, or None."""
+    cases = task.cases()
     references, blocks = {}, {}
     for case in cases:
         latent, blocks[case] = nano.paint(nano.model, task, *case)
@@ -280,6 +286,7 @@ def main() -> None:
     """Run the tasks and write CSV, table and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="Python of the environment with cache-dit; without it those rows are left out")
+    parser.add_argument("--peer-results", type=Path, help="where --peers writes; without --peers, read what an earlier run wrote")
     parser.add_argument("--prompts", type=int, default=6, help="the first n of 12 prompts; the last 6 were not used for tuning")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first n prompts")
     parser.add_argument("--seeds", type=int, default=1)
@@ -288,11 +295,21 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "cache-quality.png")
     arguments = parser.parse_args()
     prompts = PROMPTS[arguments.skip : arguments.prompts]
-    nano, rows = Nano(), []
+    nano = Nano()
     tasks = {"base50": Task(50, 4.0, prompts, arguments.seeds), "base20": Task(20, 4.0, prompts, arguments.seeds),
              "turbo8": Task(8, 1.0, prompts, arguments.seeds)}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        peers = arguments.peer_results or (Path(folder) / "peers.safetensors" if arguments.peers else None)
+        if arguments.peers and peers:
+            run_peers(nano, arguments.peers, tasks["base50"], peers)
+        run_tasks(nano, arguments, tasks, peers)
+
+
+def run_tasks(nano: Nano, arguments: argparse.Namespace, tasks: dict[str, Task], peers: Path | None) -> None:
+    """Run the chosen tasks, write the CSV after each, then the table and the plot."""
+    rows: list[Row] = []
     for label in arguments.tasks:
-        rows += run_task(nano, label, tasks[label], arguments.peers)
+        rows += run_task(nano, label, tasks[label], peers)
         with arguments.out.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream)
             writer.writerow(Row.__dataclass_fields__)

@@ -214,6 +214,21 @@ def test_another_cache_on_the_model_is_warned_about_and_ours_stays_off(model, ca
     assert "the ERNIE cache stays off" in caplog.text
 
 
+def test_rising_sigmas_are_sampled_without_cache(model, caplog):
+    """Inversion runs from picture to noise: a step's place in the run means nothing there."""
+    latent = torch.randn(1, 128, 4, 6)
+    sigmas = torch.tensor([0.1, 0.3, 0.6, 0.9])
+
+    def sample(patcher):
+        guider = comfy.samplers.CFGGuider(patcher)
+        guider.set_conds(condition(7), condition(7, seed=2))
+        guider.set_cfg(1.0)
+        return guider.sample(torch.zeros(1, 128, 4, 6), latent, comfy.samplers.sampler_object("euler"), sigmas, disable_pbar=True)
+
+    assert torch.equal(sample(attach_cache(model, EAGER)), sample(model))
+    assert "the sigmas of this run rise" in caplog.text
+
+
 @BOTH
 def test_compiled_blocks_decide_outside_of_the_graph(model, config):  # U70
     cached = attach_cache(model, config)

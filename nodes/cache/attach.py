@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 from comfy.patcher_extension import WrappersMP
@@ -63,11 +64,13 @@ def _outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, si
     original = guider.model_options
     options = original.get("transformer_options", {})
     cache = options.get(KEY)
-    if cache is None or "easycache" in options:
-        if cache is not None:
-            logger.warning("cache: EasyCache or LazyCache is on this model too, so the ERNIE cache stays off. Remove one of them")
+    levels = sigmas.tolist()
+    obstacle = None if cache is None else _obstacle(options, levels)
+    if cache is None or obstacle:
+        if obstacle:
+            logger.warning("cache: %s, so the ERNIE cache stays off", obstacle)
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
-    run = CacheRun(cache.config, sigmas.tolist(), cache.blocks)
+    run = CacheRun(cache.config, levels, cache.blocks)
     guider.model_options = {**original, "transformer_options": {**options, _RUN: run}}
     try:
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
@@ -77,6 +80,15 @@ def _outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, si
         cache.report = run.report
         skipped = run.report.computed < len(run.report.decisions)
         logger.log(logging.INFO if skipped or cache.config.residual_diff_threshold == 0 else logging.WARNING, run.report.line())
+
+
+def _obstacle(options: dict[str, Any], sigmas: list[float]) -> str | None:
+    """Return why the cache cannot work in this run, and what to do; None when it can."""
+    if "easycache" in options:
+        return "EasyCache or LazyCache is on this model too; remove one of them"
+    if any(later > earlier for earlier, later in pairwise(sigmas)):
+        return "the sigmas of this run rise; only a run from noise to picture can be cached"
+    return None
 
 
 def _predict_noise(executor: Any, x: Any, timestep: Any, model_options: dict[str, Any], seed: Any = None) -> Any:

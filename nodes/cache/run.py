@@ -7,7 +7,6 @@ ComfyUI runs it first. The host waits for the device once per evaluation, to rea
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ from .config import CacheConfig
 from .policy import CachePolicy, position_of
 from .report import CacheReport
 from .state import AttentionReuse, Branch, relative_l1
-
-logger = logging.getLogger("ernie_fast")
 
 # Rounding stays below 1e-4 of a step; the step of any other sampler differs by more than 5e-2.
 _EULER_MISS = 1e-2
@@ -238,6 +235,9 @@ class _Call:
         piece = torch.Size((rows, *shape[1:]))
         branches = run.known(self.keys)
         complete = len(branches) == len(self.keys) and all(branch.fits(piece) for branch in branches)
+        for key in self.keys:
+            if key in run.branches and not run.branches[key].fits(piece):
+                del run.branches[key]
         self.first = run.fresh
         values = [difference] if difference is not None else []
         keys: tuple[Key, ...] = ()
