@@ -14,18 +14,22 @@ import csv
 import json
 import math
 import os
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-os.environ.setdefault("COMFYUI_PATH", str(ROOT / ".host" / "ComfyUI"))
-import conftest  # noqa: F401  the real ComfyUI on the CPU, and this package as ernie_fast
+from loaders import ROOT, load_package, start_comfyui
+
+arguments_given, os.environ["COMFYUI_PATH"] = sys.argv, os.environ.get("COMFYUI_PATH", str(ROOT / ".host" / "ComfyUI"))
+start_comfyui(["--cpu", "--disable-api-nodes"])
+sys.argv = arguments_given
+load_package()
 import comfy.sample
 import comfy.samplers
 import comfy.taesd.taesd
@@ -199,36 +203,45 @@ def run_peers(nano: Nano, python: Path, task: Task, out: Path) -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def peer_rows(nano: Nano, file: Path, task: Task, references: dict[tuple[str, int], torch.Tensor]) -> list[Row]:
-    """Return the rows of what cache_dit_peer.py wrote. Its uncached run shows that both programs paint the same picture."""
+def peer_rows(nano: Nano, file: Path, task: Task) -> list[Row]:
+    """Return the rows of what cache_dit_peer.py wrote, each picture compared with its own uncached one, as ours are."""
     latents = load_file(file)
     with safe_open(file, "pt") as opened:
         runs = json.loads(opened.metadata()["runs"])
     rows = []
     for name, blocks in runs.items():
         for index, case in enumerate(task.cases()):
-            found, wanted = nano.picture(latents[f"latent.{name}.{index}"]), references[case]
+            found, wanted = (nano.picture(latents[f"latent.{which}.{index}"]) for which in (name, "uncached"))
             ratio = task.steps * 2 * BLOCKS / blocks[index]
             rows.append(Row("base50", "cache-dit", name, *case, ratio, psnr(found, wanted), ssim(found, wanted)))
     return rows
 
 
-def run_task(nano: Nano, label: str, task: Task, peers: Path | None) -> list[Row]:
-    """Run every setting on every prompt and seed; `peers` is a file of cache_dit_peer.py, or None."""
-    cases = task.cases()
-    references, blocks = {}, {}
-    for case in cases:
-        latent, blocks[case] = nano.paint(nano.model, task, *case)
-        references[case] = nano.picture(latent)
+def run_case(label: str, task: Task, case: tuple[str, int]) -> list[Row]:
+    """Run every setting on one prompt and seed."""
+    torch.set_grad_enabled(False)
+    nano = Nano()
+    reference, blocks = nano.paint(nano.model, task, *case)
+    wanted = nano.picture(reference)
     rows = []
     for family, name, model in our_models(nano.model, label):
-        for case in cases:
-            latent, ran = nano.paint(model, task, *case)
-            found = nano.picture(latent)
-            rows.append(Row(label, family, name, *case, blocks[case] / ran, psnr(found, references[case]), ssim(found, references[case])))
-        print(summary(rows[-len(cases) :]), flush=True)
+        latent, ran = nano.paint(model, task, *case)
+        found = nano.picture(latent)
+        rows.append(Row(label, family, name, *case, blocks / ran, psnr(found, wanted), ssim(found, wanted)))
+    print(f"{label}: {case[0]}, seed {case[1]}", flush=True)
+    return rows
+
+
+def run_task(label: str, task: Task, peers: Path | None, jobs: int) -> list[Row]:
+    """Run every prompt and seed in `jobs` processes; `peers` is a file of cache_dit_peer.py, or None."""
+    cases = task.cases()
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        results = list(pool.map(run_case, [label] * len(cases), [task] * len(cases), cases))
+    rows = [row for found in results for row in found]
     if peers and label == "base50":
-        rows += peer_rows(nano, peers, task, references)
+        rows += peer_rows(Nano(), peers, task)
     return rows
 
 
@@ -290,26 +303,27 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="the first n of 12 prompts; the last 6 were not used for tuning")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first n prompts")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="prompts that run at once, each in a process")
     parser.add_argument("--tasks", nargs="+", choices=("base50", "base20", "turbo8"), default=["base50", "base20", "turbo8"])
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "quality-nano.csv")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "cache-quality.png")
     arguments = parser.parse_args()
     prompts = PROMPTS[arguments.skip : arguments.prompts]
-    nano = Nano()
+    torch.set_grad_enabled(False)
     tasks = {"base50": Task(50, 4.0, prompts, arguments.seeds), "base20": Task(20, 4.0, prompts, arguments.seeds),
              "turbo8": Task(8, 1.0, prompts, arguments.seeds)}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         peers = arguments.peer_results or (Path(folder) / "peers.safetensors" if arguments.peers else None)
         if arguments.peers and peers:
-            run_peers(nano, arguments.peers, tasks["base50"], peers)
-        run_tasks(nano, arguments, tasks, peers)
+            run_peers(Nano(), arguments.peers, tasks["base50"], peers)
+        run_tasks(arguments, tasks, peers)
 
 
-def run_tasks(nano: Nano, arguments: argparse.Namespace, tasks: dict[str, Task], peers: Path | None) -> None:
+def run_tasks(arguments: argparse.Namespace, tasks: dict[str, Task], peers: Path | None) -> None:
     """Run the chosen tasks, write the CSV after each, then the table and the plot."""
     rows: list[Row] = []
     for label in arguments.tasks:
-        rows += run_task(nano, label, tasks[label], peers)
+        rows += run_task(label, tasks[label], peers, arguments.jobs)
         with arguments.out.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream)
             writer.writerow(Row.__dataclass_fields__)
