@@ -267,7 +267,7 @@ COLOURS = {"ours": "#c0392b", "ours, variants": "#e59866", "cache-dit": "#2471a3
 def plot(rows: list[Row], file: Path) -> None:
     """Draw mean PSNR over the ratio, one dot per setting of the 50-step task."""
     width, height, left, bottom = 1200, 720, 80, 70
-    low, high, far = 15.0, 75.0, 4.0
+    low, high, far = 5.0, 75.0, 4.0
     canvas = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(canvas)
 
@@ -279,7 +279,7 @@ def plot(rows: list[Row], file: Path) -> None:
         x, y = at(1 + step * 0.5, low)
         draw.line([(x, 30), (x, y)], fill="#dddddd")
         draw.text((x - 12, y + 8), f"{1 + step * 0.5:.1f}x", fill="black", font_size=18)
-    for value in range(20, 80, 10):
+    for value in range(10, 80, 10):
         x, y = at(1, value)
         draw.line([(x, y), (width - 30, y)], fill="#dddddd")
         draw.text((30, y - 10), f"{value} dB", fill="black", font_size=18)
