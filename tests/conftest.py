@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,22 @@ def _seeded() -> None:
 def nano() -> Path:
     """The folder of the bundled tiny checkpoint."""
     return NANO
+
+
+@pytest.fixture(scope="session")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random ERNIE-Image checkpoint of three layers."""
+    from ernie_files import ernie_state_dict, save
+
+    return save(tmp_path_factory.mktemp("small") / "m.safetensors", ernie_state_dict(num_layers=3))
+
+
+@pytest.fixture
+def model(small_file: Path) -> Any:
+    """The small checkpoint, loaded anew for each test."""
+    from ernie_fast.nodes.model.build import load_model
+
+    return load_model(small_file)
 
 
 @pytest.fixture

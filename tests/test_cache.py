@@ -21,8 +21,7 @@ from ernie_fast.nodes.cache.config import PRESETS, CacheConfig
 from ernie_fast.nodes.cache.node import ErnieFastCache, ErnieFastCacheReport
 from ernie_fast.nodes.model import forward as forward_module
 from ernie_fast.nodes.model.build import load_model
-from ernie_files import ernie_state_dict, save
-from test_forward import condition, core_forward, paint
+from sampling import condition, core_forward, paint
 
 # Always caches what the caps allow, so that a test knows which steps are skipped.
 EAGER = CacheConfig(residual_diff_threshold=100.0, max_warmup_steps=2, max_continuous_cached_steps=1)
@@ -30,16 +29,6 @@ FIRST_BLOCK = CacheConfig(
     fn_compute_blocks=1, residual_diff_threshold=100.0, max_warmup_steps=2, max_continuous_cached_steps=1, forecast="none"
 )
 BOTH = pytest.mark.parametrize("config", [EAGER, FIRST_BLOCK], ids=["whole-output", "first-block"])
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("cache") / "m.safetensors", ernie_state_dict(num_layers=3))
-
-
-@pytest.fixture
-def model(file):
-    return load_model(file)
 
 
 def calls_of(module):

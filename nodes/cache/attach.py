@@ -46,9 +46,7 @@ def attach_cache(patcher: Any, config: CacheConfig) -> Any:
     wrappers = {
         WrappersMP.OUTER_SAMPLE: _outer_sample, WrappersMP.PREDICT_NOISE: _predict_noise, WrappersMP.APPLY_MODEL: _apply_model,
     }  # fmt: skip
-    for kind, wrapper in wrappers.items():
-        clone.remove_wrappers_with_key(kind, KEY)
-        clone.add_wrapper_with_key(kind, KEY, wrapper)
+    forward.set_wrappers(clone, KEY, wrappers)
     clone.model_options["transformer_options"][KEY] = Cache(config, blocks)
     return clone
 
@@ -61,8 +59,7 @@ def cache_of(patcher: Any) -> Cache | None:
 def _outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, *args: Any, **kwargs: Any) -> Any:
     """Give a sampling run its state, report what it did, and free it at the run's end, whatever way it ends."""
     guider = executor.class_obj
-    original = guider.model_options
-    options = original.get("transformer_options", {})
+    options = guider.model_options.get("transformer_options", {})
     cache = options.get(KEY)
     levels = sigmas.tolist()
     obstacle = None if cache is None else _obstacle(options, levels)
@@ -71,11 +68,10 @@ def _outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, si
             logger.warning("cache: %s, so the ERNIE cache stays off", obstacle)
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     run = CacheRun(cache.config, levels, cache.blocks)
-    guider.model_options = {**original, "transformer_options": {**options, _RUN: run}}
     try:
-        return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+        with forward.run_state(guider, _RUN, run):
+            return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     finally:
-        guider.model_options = original
         run.free()
         cache.report = run.report
         skipped = run.report.computed < len(run.report.decisions)

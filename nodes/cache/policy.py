@@ -42,11 +42,6 @@ class CachePolicy:
         self._accumulated = 0.0
         self._last_computed = -1.0
 
-    @property
-    def gap(self) -> float:
-        """Position of the last computed step; -1 before the first."""
-        return self._last_computed
-
     def compute(self, position: float, difference: float | None) -> bool:
         """Decide and remember.
 

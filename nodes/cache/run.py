@@ -36,7 +36,6 @@ class CacheRun:
         self._separate: dict[Key, CachePolicy] = {}
         self.branches: dict[Key, Branch] = {}
         self._attention: dict[tuple[Key, ...], AttentionReuse] = {}
-        self._attention_age: dict[tuple[Key, ...], int] = {}
         self._seen: set[Key] = set()
         self._euler = config.forecast == "corrected"
         self._before: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -53,7 +52,7 @@ class CacheRun:
             for key in set(keyed) - self._seen:
                 del keyed[key]
         for keys in [keys for keys in self._attention if not self._seen.issuperset(keys)]:
-            del self._attention[keys], self._attention_age[keys]
+            del self._attention[keys]
         self._seen, self._computed, self.fresh = set(), None, True
         if self._euler and self._before is not None:
             self.euler_miss = euler_miss(*self._before, x, sigma)
@@ -177,13 +176,13 @@ class CacheRun:
 
     def age_attention(self, call: _Call) -> None:
         """Before the blocks of a computed call: reuse attention unless it is old, or the step must be exact."""
-        if call.attention is None:
+        reuse = call.attention
+        if reuse is None:
             return
-        age = self._attention_age.get(call.keys, 0)
         exact = self._policy.is_warmup(self.position) or self._policy.is_last(self.position)
-        call.attention.reuse = not exact and age > 0
-        self.report.attention_reused += call.attention.reuse and call.keys[0][1] == 0 and call.first
-        self._attention_age[call.keys] = 1 if not call.attention.reuse else (age + 1) % self.config.attention_reuse
+        reuse.reuse = not exact and reuse.age > 0
+        self.report.attention_reused += reuse.reuse and call.keys[0][1] == 0 and call.first
+        reuse.age = (reuse.age + 1) % self.config.attention_reuse if reuse.reuse else 1
 
     def _repair(self, call: _Call, out: torch.Tensor) -> torch.Tensor:
         """Remember a forecast output, or repair earlier ones with a computed output."""

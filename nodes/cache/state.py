@@ -70,6 +70,7 @@ class AttentionReuse:
         self._cache_dtype = cache_dtype
         self._outputs: dict[int, Stored] = {}
         self.reuse = False
+        self.age = 0  # computed steps since attention ran; 0 again when it is due
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,6 @@ Symbols: B batch, S tokens (image tokens first, then text), H heads, E head size
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import comfy.ops
@@ -13,13 +12,16 @@ import comfy.quant_ops
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 
-Options = Mapping[str, Any]
 
-
-def has_attention_hooks(options: Options) -> bool:
-    """True when something wants to change the attention, so that ComfyUI's own block cannot be called."""
+def has_attention_patches(options: dict[str, Any]) -> bool:
+    """True when a patch wants to see the attention's inputs or output."""
     patches = options.get("patches", {})
-    return "optimized_attention_override" in options or "attn1_patch" in patches or "attn1_output_patch" in patches
+    return "attn1_patch" in patches or "attn1_output_patch" in patches
+
+
+def has_attention_hooks(options: dict[str, Any]) -> bool:
+    """True when something wants to change the attention, so that ComfyUI's own block cannot be called."""
+    return "optimized_attention_override" in options or has_attention_patches(options)
 
 
 def attend(

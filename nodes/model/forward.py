@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.model_management
@@ -35,9 +37,29 @@ KEY = "ernie_fast_forward"
 
 def install(patcher: Any) -> None:
     """Make a ModelPatcher of an ERNIE-Image model run this forward; its clones keep it."""
-    for kind, wrapper in WRAPPERS.items():
-        patcher.remove_wrappers_with_key(kind, KEY)
-        patcher.add_wrapper_with_key(kind, KEY, wrapper)
+    set_wrappers(patcher, KEY, WRAPPERS)
+
+
+def set_wrappers(patcher: Any, key: str, wrappers: Mapping[str, Any]) -> None:
+    """Give a ModelPatcher these wrappers (kind -> function) in place of those that it had under the key."""
+    for kind, wrapper in wrappers.items():
+        patcher.remove_wrappers_with_key(kind, key)
+        patcher.add_wrapper_with_key(kind, key, wrapper)
+
+
+@contextmanager
+def run_state(guider: Any, key: str, state: Any) -> Iterator[None]:
+    """Hold an object in a guider's transformer options for one sampling run, whatever way the run ends.
+
+    The state must not be a dict: ComfyUI copies the dicts in its options at every step.
+    """
+    original = guider.model_options
+    options = {**original.get("transformer_options", {}), key: state}
+    guider.model_options = {**original, "transformer_options": options}
+    try:
+        yield
+    finally:
+        guider.model_options = original
 
 
 def require_ernie(patcher: Any) -> int:
@@ -56,16 +78,12 @@ def require_ernie(patcher: Any) -> int:
 
 def _with_rope_cache(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """Give a sampling run a rope cache, and free it at the run's end, whatever way it ends."""
-    guider = executor.class_obj
-    original = guider.model_options
     cache = RopeCache()
-    options = {**original.get("transformer_options", {}), ROPE_CACHE: cache}
-    guider.model_options = {**original, "transformer_options": options}
     try:
-        return executor(*args, **kwargs)
+        with run_state(executor.class_obj, ROPE_CACHE, cache):
+            return executor(*args, **kwargs)
     finally:
         cache.tables.clear()
-        guider.model_options = original
 
 
 def _with_padding(executor: Any, model: Any, *args: Any) -> Any:
@@ -101,19 +119,16 @@ def agrees_with_comfyui() -> bool:
     """Compare this forward with ComfyUI's on a tiny model, once per process; log one warning when they differ."""
     try:
         difference = _difference_on_a_tiny_model()
+        if difference <= 1e-5:
+            return True
+        reason = f"computes something else (relative difference {difference:.1e})"
     except Exception as error:  # whatever a changed ComfyUI raises, its own forward still works
-        logger.warning(
-            "this ComfyUI's ERNIE-Image model is not the expected one (%s: %s). Its own forward runs; cache, skip-layer "
-            "guidance, NAG and attention choices have no effect. Update ERNIE-Image Fast", type(error).__name__, error,
-        )  # fmt: skip
-        return False
-    if difference > 1e-5:
-        logger.warning(
-            "this ComfyUI's ERNIE-Image model computes something else (relative difference %.1e). Its own forward runs; "
-            "cache, skip-layer guidance, NAG and attention choices have no effect. Update ERNIE-Image Fast", difference,
-        )  # fmt: skip
-        return False
-    return True
+        reason = f"is not the expected one ({type(error).__name__}: {error})"
+    logger.warning(
+        "this ComfyUI's ERNIE-Image model %s. Its own forward runs; cache, skip-layer guidance, NAG and attention choices "
+        "have no effect. Update ERNIE-Image Fast", reason,
+    )  # fmt: skip
+    return False
 
 
 def _difference_on_a_tiny_model() -> float:

@@ -15,10 +15,7 @@ TEXT_LENGTHS = "text_lengths"
 
 
 class RopeCache:
-    """The rotary tables of one sampling run: they depend on the sizes alone, not on the step.
-
-    An object and not a dict, because ComfyUI copies the dicts in its options at every step.
-    """
+    """The rotary tables of one sampling run: they depend on the sizes alone, not on the step."""
 
     def __init__(self) -> None:
         self.tables: dict[tuple[Any, ...], torch.Tensor] = {}

@@ -13,6 +13,7 @@ from typing import Any
 import comfy.conds
 import torch
 
+from .attention import has_attention_patches
 from .positions import TEXT_LENGTHS
 
 _TEXT = "c_crossattn"
@@ -43,8 +44,7 @@ class TextLength:
 
 def with_padding(executor: Any, model: Any, conds: list[Any], x: Any, timestep: Any, model_options: dict[str, Any]) -> Any:
     """Pad the prompts of one evaluation (CALC_COND_BATCH) where an attention patch compares them."""
-    patches = model_options.get("transformer_options", {}).get("patches", {})
-    if "attn1_patch" in patches or "attn1_output_patch" in patches:
+    if has_attention_patches(model_options.get("transformer_options", {})):
         conds = _padded(conds)
     return executor(model, conds, x, timestep, model_options)
 
