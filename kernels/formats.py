@@ -1,6 +1,7 @@
 """The storage formats of quantised linear weights: what is stored, in which dtype, with which scales.
 
-A format is named by the word that ComfyUI's `comfy_quant` marker uses. Dtypes are the names of the safetensors header.
+A format is named by the word that ComfyUI's `comfy_quant` marker uses; `float8_e4m3fn_rowwise` and `svdquant_w4a4` are words of
+converters, which ComfyUI 0.30.0 does not read. Dtypes are the names of the safetensors header.
 Symbols: O output features, I input features of a linear layer.
 """
 
@@ -61,11 +62,13 @@ FORMATS: dict[str, StorageFormat] = {
     for f in (
         StorageFormat("float8_e4m3fn", "scaled FP8 (E4M3)", "F8_E4M3"),
         StorageFormat("float8_e5m2", "scaled FP8 (E5M2)", "F8_E5M2"),
+        StorageFormat("float8_e4m3fn_rowwise", "row-wise FP8 (E4M3)", "F8_E4M3", scale_per_row=True),
         StorageFormat(
             "nvfp4", "NVFP4", "U8", packing=2, group_size=16, scale_dtypes=("F8_E4M3", "U8"), global_scale=True
         ),
         StorageFormat("mxfp8", "MXFP8", "F8_E4M3", group_size=32, scale_dtypes=("F8_E8M0", "U8")),
         StorageFormat("int8_tensorwise", "INT8", "I8", scale_per_row=True),
         StorageFormat("convrot_w4a4", "ConvRot W4A4", "I8", packing=2, scale_per_row=True),
+        StorageFormat("svdquant_w4a4", "SVDQuant W4A4", "I8", packing=2, group_size=64),
     )
 }

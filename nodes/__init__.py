@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 from .cache.node import ErnieFastCache, ErnieFastCacheReport
 from .loaders.lora_loader import ErnieFastLoRALoader
 from .loaders.model_loader import ErnieFastModelLoader
+from .loaders.save_checkpoint import ErnieFastSaveCheckpoint
 from .loaders.text_encoder_loader import ErnieFastTextEncoderLoader
 
 
@@ -16,5 +17,6 @@ class ErnieFastExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return the node classes in the order in which they are documented."""
         return [
-            ErnieFastModelLoader, ErnieFastTextEncoderLoader, ErnieFastLoRALoader, ErnieFastCache, ErnieFastCacheReport,
+            ErnieFastModelLoader, ErnieFastTextEncoderLoader, ErnieFastLoRALoader, ErnieFastSaveCheckpoint, ErnieFastCache,
+            ErnieFastCacheReport,
         ]  # fmt: skip

@@ -11,6 +11,7 @@ import comfy.supported_models
 import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
+from ernie_fast.kernels import fp8
 from ernie_fast.nodes.loaders.model_loader import ErnieFastModelLoader
 from ernie_fast.nodes.model.build import load_model
 from ernie_fast.nodes.model.checkpoint import CheckpointError, open_checkpoint
@@ -140,7 +141,7 @@ def test_int8_without_a_marker_is_refused(tmp_path, sd):
         probe_model(open_checkpoint(file))
 
 
-@pytest.mark.parametrize("unknown", ["int8_rowwise", "float8_e4m3fn_rowwise", "svdquant_w4a4", "", None, 3])
+@pytest.mark.parametrize("unknown", ["int8_blockwise", "float8_e4m3fn_blockwise", "hybrid_mxfp8", "", None, 3])
 def test_unknown_format_names_the_layer_and_the_known_ones(tmp_path, sd, unknown):  # U46, V9
     broken = quantised(sd, "int8_tensorwise")
     text = json.dumps({"format": unknown}).encode()
@@ -148,6 +149,32 @@ def test_unknown_format_names_the_layer_and_the_known_ones(tmp_path, sd, unknown
     file = save(tmp_path / "m.safetensors", broken)
     with pytest.raises(CheckpointError, match=rf"'layers\.1\.mlp\.up_proj' is stored as '{unknown}'; known formats are.*nvfp4"):
         probe_model(open_checkpoint(file))
+
+
+def test_int8_rowwise_is_int8_with_a_scale_per_row(models, sd):  # U46
+    rowwise = quantised(sd, "int8_tensorwise", per_channel=True)
+    save(models / "diffusion_models" / "int8.safetensors", rowwise)
+    text = torch.tensor(list(json.dumps({"format": "int8_rowwise"}).encode()), dtype=torch.uint8)
+    renamed = {name: text if name.endswith(".comfy_quant") else tensor for name, tensor in rowwise.items()}
+    save(models / "diffusion_models" / "rowwise.safetensors", renamed)
+    assert torch.equal(paint(ours("rowwise.safetensors")[0]), paint(ours("int8.safetensors")[0]))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_rowwise_fp8_files_of_converters_are_read(models, sd, marked):  # U45, U46
+    stored, expanded = dict(sd), dict(sd)
+    for name in filter(is_block_linear, sd):
+        weight, scale = fp8.quantise_rowwise(sd[name])
+        stored |= {name: weight, f"{name}_scale": scale}
+        expanded[name] = (weight.float() * scale).float()
+        if marked:
+            text = json.dumps({"format": "float8_e4m3fn_rowwise"}).encode()
+            stored[name.replace(".weight", ".comfy_quant")] = torch.tensor(list(text), dtype=torch.uint8)
+    save(models / "diffusion_models" / "m.safetensors", stored)
+    save(models / "diffusion_models" / "plain.safetensors", {k: v.float() for k, v in expanded.items()})
+    model, line = ours("m.safetensors", "fp32")
+    assert "row-wise FP8 (E4M3)" in line
+    assert torch.equal(paint(model), paint(ours("plain.safetensors", "fp32")[0]))
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 60_000])

@@ -7,7 +7,8 @@ from pathlib import Path, PurePosixPath
 
 import folder_paths
 
-from ..model.checkpoint import SUFFIXES, Checkpoint, CheckpointError, open_checkpoint, shard_set
+from ..model.checkpoint import SAFETENSORS_SUFFIXES, Checkpoint, CheckpointError, open_checkpoint, shard_set
+from ..model.gguf_file import SUFFIX as GGUF_SUFFIX
 
 _DIFFUSERS = "diffusers"
 _ALL_IN_ONE = "checkpoints"
@@ -20,10 +21,10 @@ def list_models(category: str, subfolder: str) -> list[str]:
         category: ComfyUI's folder category, such as "diffusion_models".
         subfolder: the part's folder in a Hugging Face repository, such as "transformer".
 
-    Returns: the category's safetensors files, shard sets as one entry each; then "diffusers/NAME/<subfolder>" for
-    repositories in models/diffusers; then "checkpoints/NAME" for all-in-one files.
+    Returns: the category's safetensors files, shard sets as one entry each, and its GGUF files; then
+    "diffusers/NAME/<subfolder>" for repositories in models/diffusers; then "checkpoints/NAME" for all-in-one files.
     """
-    names = _collapse_shards(_safetensors(category))
+    names = sorted([*_collapse_shards(_safetensors(category)), *_gguf(category)], key=str.lower)
     names += [f"{_DIFFUSERS}/{path.parent.name}/{subfolder}" for path in _repository_folders(subfolder)]
     names += [f"{_ALL_IN_ONE}/{name}" for name in _safetensors(_ALL_IN_ONE)]
     return names
@@ -69,7 +70,16 @@ def inside(base: Path, relative: str) -> Path | None:
 
 
 def _safetensors(category: str) -> list[str]:
-    return [n for n in folder_paths.get_filename_list(category) if n.lower().endswith(SUFFIXES)]
+    return [n for n in folder_paths.get_filename_list(category) if n.lower().endswith(SAFETENSORS_SUFFIXES)]
+
+
+def _gguf(category: str) -> list[str]:
+    """Return the GGUF files of a category. ComfyUI's own list leaves them out, and other loaders must not see more than it."""
+    found: set[str] = set()
+    for base in folder_paths.get_folder_paths(category):
+        names = folder_paths.recursive_search(base, excluded_dir_names=[".git"])[0]
+        found |= {name for name in names if name.lower().endswith(GGUF_SUFFIX)}
+    return sorted(found)
 
 
 def _collapse_shards(names: list[str]) -> list[str]:
@@ -92,6 +102,6 @@ def _collapse_shards(names: list[str]) -> list[str]:
 def _repository_folders(subfolder: str) -> list[Path]:
     found: list[Path] = []
     for base in folder_paths.get_folder_paths(_DIFFUSERS):
-        files = [f for f in Path(base).glob(f"*/{subfolder}/*") if f.suffix.lower() in SUFFIXES]
+        files = [f for f in Path(base).glob(f"*/{subfolder}/*") if f.suffix.lower() in SAFETENSORS_SUFFIXES]
         found += {f.parent for f in files}
     return sorted(found)

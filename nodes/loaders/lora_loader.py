@@ -7,7 +7,7 @@ from typing import Any
 import folder_paths
 from comfy_api.latest import io
 
-from ..model.checkpoint import SUFFIXES, CheckpointError
+from ..model.checkpoint import SAFETENSORS_SUFFIXES, CheckpointError
 from .lora import CATEGORY, apply_lora, open_lora
 
 
@@ -31,7 +31,7 @@ class ErnieFastLoRALoader(io.ComfyNode):
                 io.Model.Input("model", tooltip="The ERNIE-Image model to change, from any loader."),
                 io.Combo.Input(
                     "lora_name",
-                    options=[n for n in folder_paths.get_filename_list(CATEGORY) if n.lower().endswith(SUFFIXES)],
+                    options=[n for n in folder_paths.get_filename_list(CATEGORY) if n.lower().endswith(SAFETENSORS_SUFFIXES)],
                     tooltip="The LoRA: a safetensors file in models/loras.",
                 ),
                 io.Float.Input(

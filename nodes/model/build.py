@@ -12,20 +12,36 @@ from typing import TYPE_CHECKING
 
 import comfy.model_management
 import comfy.model_patcher
+import comfy.ops
 import comfy.supported_models
 import comfy.utils
 import torch
 
 from .checkpoint import open_checkpoint
 from .forward import install
-from .probe import ModelProbe, probe_model
+from .operations import with_own_formats
+from .probe import CONVOLUTION, ModelProbe, probe_model
+from .quantise import QuantisePolicy, quantise_state_dict, require_plain
 from .state_dict import add_markers, read_tensors, require_formats
 from .storage import MARKER
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+# The key of the patcher's attachment that says where a MODEL came from.
+SOURCE = "ernie_fast_source"
 COMPUTE = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a MODEL came from: files, their name for messages, what was quantised at load, and bytes of weights in memory."""
+
+    files: tuple[Path, ...]
+    label: str
+    policy: QuantisePolicy | None
+    quantised_layers: int
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +95,50 @@ def _reason(compute_dtype: torch.dtype, storage_dtype: torch.dtype, device: torc
 
 
 def load_model(
-    path: Path, compute: str = "auto", label: str | None = None, disable_dynamic: bool = False
+    path: Path,
+    compute: str = "auto",
+    label: str | None = None,
+    policy: QuantisePolicy | None = None,
+    disable_dynamic: bool = False,
 ) -> ModelPatcher:
     """Load a checkpoint into a MODEL that ComfyUI treats as one of its own.
 
     Args:
-        path: a safetensors file or a folder of shards.
+        path: a safetensors or GGUF file, or a folder of shards.
         compute: a key of COMPUTE.
         label: the name for messages.
+        policy: quantise the weights; None leaves them as stored.
         disable_dynamic: build the patcher without dynamic VRAM, as ComfyUI asks for in its own loaders.
 
-    Raises: CheckpointError, see `probe_model`.
+    Raises: CheckpointError, see `probe_model` and `build_model`.
     """
-    return build_model(probe_model(open_checkpoint(path, label)), compute, disable_dynamic)[0]
+    return build_model(probe_model(open_checkpoint(path, label)), compute, policy, disable_dynamic)[0]
 
 
-def build_model(probe: ModelProbe, compute: str, disable_dynamic: bool = False) -> tuple[ModelPatcher, ComputePlan]:
+def build_model(
+    probe: ModelProbe, compute: str, policy: QuantisePolicy | None = None, disable_dynamic: bool = False
+) -> tuple[ModelPatcher, ComputePlan]:
     """Build the MODEL of a probed checkpoint. Arguments as in `load_model`.
 
-    Raises: CheckpointError when the installed ComfyUI lacks the checkpoint's storage format.
+    Raises:
+        CheckpointError: the installed ComfyUI lacks the storage format, or the weights cannot be quantised.
+        ValueError: the policy does not fit the model.
     """
     mm = comfy.model_management
-    sd = _state_dict(probe)
-    model_config = comfy.supported_models.ErnieImage(probe.architecture.unet_config())
-    if probe.storage.layers:
-        model_config.quant_config = {"mixed_ops": True}
     load_device, offload_device = mm.get_torch_device(), mm.unet_offload_device()
+    sd = _state_dict(probe)
+    layers = probe.storage.layers
+    if policy is not None:
+        require_plain(probe.storage, policy, probe.checkpoint.label)
+        layers = quantise_state_dict(sd, probe.architecture, policy, load_device, probe.checkpoint.label)
+    model_config = comfy.supported_models.ErnieImage(probe.architecture.unet_config())
+    if layers:
+        model_config.quant_config = {"mixed_ops": True}
     plan = plan_compute(model_config, sd, compute, load_device)
     model_config.set_inference_dtype(plan.storage_dtype, plan.manual_cast, device=load_device)
+    if layers:
+        base = comfy.ops.pick_operations(plan.storage_dtype, plan.manual_cast, model_config=model_config)
+        model_config.custom_operations = with_own_formats(base)
 
     model = model_config.get_model(sd, "")
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
@@ -116,7 +148,9 @@ def build_model(probe: ModelProbe, compute: str, disable_dynamic: bool = False) 
     model.load_model_weights(sd, "", assign=patcher.is_dynamic())
     install(patcher)
     # ComfyUI rebuilds the model through this for torch.compile, hooks and several GPUs.
-    patcher.cached_patcher_init = (load_model, (probe.checkpoint.path, compute, probe.checkpoint.label))
+    patcher.cached_patcher_init = (load_model, (probe.checkpoint.path, compute, probe.checkpoint.label, policy))
+    stored = sum(tensor.nbytes for tensor in sd.values())
+    patcher.set_attachments(SOURCE, ModelSource(probe.checkpoint.files, probe.checkpoint.label, policy, len(layers), stored))
     return patcher, plan
 
 
@@ -131,6 +165,9 @@ def _state_dict(probe: ModelProbe) -> dict[str, torch.Tensor]:
             return None
         return storage.rename.get(bare, bare)
 
-    sd = read_tensors(probe.checkpoint, new_name)
+    sd = read_tensors(probe.checkpoint, new_name, {f"{layer}.weight" for layer in storage.layers})
+    if probe.checkpoint.gguf is not None:
+        shape = next(shape for name, shape in probe.architecture.shapes() if name == CONVOLUTION)
+        sd[CONVOLUTION] = sd[CONVOLUTION].view(shape)
     add_markers(sd, storage)
     return sd

@@ -1,7 +1,7 @@
-"""Open a safetensors file, or a folder of shards, and describe its tensors without reading them.
+"""Open a safetensors file, a folder of shards, or a GGUF file, and describe its tensors without reading them.
 
-The `safetensors` library reads and checks every header; this module finds the files that belong together and turns each
-way in which a file can be broken into one sentence for the user.
+The `safetensors` library reads and checks every header of its own; this module finds the files that belong together and turns
+each way in which a file can be broken into one sentence for the user.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from typing import Any
 
 import safetensors
 
+from .gguf_file import SUFFIX as GGUF_SUFFIX
+from .gguf_file import GGUFError, GGUFHeader, read_header
+
 logger = logging.getLogger("ernie_fast")
 
-SUFFIXES = (".safetensors", ".sft")
+SAFETENSORS_SUFFIXES = (".safetensors", ".sft")
+SUFFIXES = (*SAFETENSORS_SUFFIXES, GGUF_SUFFIX)
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 _PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 _MAX_JSON_BYTES = 64 * 1024 * 1024
@@ -31,7 +35,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as the header describes it: safetensors dtype name, shape, and the file that holds it."""
+    """One tensor as the header describes it: dtype name (safetensors' or GGUF's), shape, and the file that holds it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,7 +43,7 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Number of stored elements."""
+        """Number of elements; stored ones for safetensors, weights for GGUF."""
         total = 1
         for size in self.shape:
             total *= size
@@ -53,10 +57,11 @@ class Checkpoint:
     Args:
         path: the file or folder that was opened.
         label: the name used in messages (what the user chose, not a full path).
-        files: the safetensors files, in shard order.
+        files: the files, in shard order.
         tensors: name -> TensorInfo over all files.
         metadata: the `__metadata__` strings of the headers, merged.
         config: the folder's `config.json`, or {} when there is none.
+        gguf: the header of a GGUF file; None for safetensors.
     """
 
     path: Path
@@ -65,6 +70,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     config: Mapping[str, Any]
+    gguf: GGUFHeader | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -91,13 +97,15 @@ def open_checkpoint(path: Path, label: str | None = None) -> Checkpoint:
     """Open one file, one shard of a set, or a folder that holds either.
 
     Args:
-        path: a `.safetensors` file or a folder.
+        path: a `.safetensors` or `.gguf` file, or a folder of safetensors files.
         label: the name for messages; default: the file's or folder's name.
 
     Raises: CheckpointError when nothing is there, a shard is missing, or a header does not fit its file.
     """
     label = label or path.name
     try:
+        if path.suffix.lower() == GGUF_SUFFIX and path.is_file():
+            return _open_gguf(path, label)
         files = _files_of(path, label)
         tensors: dict[str, TensorInfo] = {}
         metadata: dict[str, str] = {}
@@ -115,6 +123,20 @@ def open_checkpoint(path: Path, label: str | None = None) -> Checkpoint:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror or error}. Check the file and its rights.") from error
 
 
+def _open_gguf(path: Path, label: str) -> Checkpoint:
+    try:
+        header = read_header(path)
+    except GGUFError as error:
+        raise CheckpointError(f"{label}: {_disguise(path) or error}") from error
+    if header.fields.get("split.count", 0) not in (0, 1):
+        raise CheckpointError(
+            f"{label}: one of {header.fields['split.count']} parts of a split GGUF file, which are not read. "
+            "Join them with llama.cpp's gguf-split --merge, or download the file in one part."
+        )
+    tensors = {name: TensorInfo(t.dtype, t.shape, path) for name, t in header.tensors.items()}
+    return Checkpoint(path, label, (path,), tensors, {}, _read_config(path.parent, label), header)
+
+
 def _files_of(path: Path, label: str) -> list[Path]:
     if path.is_dir():
         return _files_of_folder(path, label)
@@ -124,15 +146,15 @@ def _files_of(path: Path, label: str) -> list[Path]:
         raise CheckpointError(
             f"{label}: {path.suffix} files can run code when opened and are not read. Use a .safetensors file."
         )
-    if path.suffix.lower() not in SUFFIXES:
-        raise CheckpointError(f"{label}: a file of type '{path.suffix}'; a .safetensors file or a folder is needed.")
+    if path.suffix.lower() not in SAFETENSORS_SUFFIXES:
+        raise CheckpointError(f"{label}: a file of type '{path.suffix}'; a .safetensors or .gguf file, or a folder, is needed.")
     if shard_set(path.name):
         return _shards(path.parent, path.name, label)
     return [path]
 
 
 def _files_of_folder(folder: Path, label: str) -> list[Path]:
-    found = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+    found = sorted(p for p in folder.iterdir() if p.suffix.lower() in SAFETENSORS_SUFFIXES and p.is_file())
     if not found:
         raise CheckpointError(f"{label}: the folder holds no .safetensors file. Choose the folder that holds the weights.")
     sets = {shard_set(p.name) for p in found}
@@ -177,17 +199,10 @@ def _read_header(file: Path, label: str, metadata: dict[str, str]) -> dict[str, 
 
 def _why_broken(file: Path, error: Exception) -> str:
     """Say in plain words why a file is no complete safetensors file."""
+    disguise = _disguise(file)
+    if disguise:
+        return disguise
     size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        return "this is a Git LFS pointer of a few lines, not the model. Download the real file (git lfs pull)."
-    if start.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
-        return "this is a web page, not a model; the download was redirected. Download the file again."
-    if start.startswith(b"GGUF"):
-        return "this is a GGUF file with a wrong ending. Rename it to .gguf."
-    if start.startswith((b"PK\x03\x04", b"\x80")):
-        return "this is a pickle file with a wrong ending; it can run code and is not read. Use a safetensors file."
     expected = _expected_size(file)
     if expected is not None and expected > size:
         return (
@@ -197,6 +212,24 @@ def _why_broken(file: Path, error: Exception) -> str:
     if expected is not None and expected < size:
         return f"the file is {size:,} bytes, but its header describes {expected:,}. It is damaged; download it again."
     return f"not a safetensors file ({error}). Download it again, or choose another file."
+
+
+def _disguise(file: Path) -> str | None:
+    """Say what a file is whose ending promises another kind, from its first bytes; None when they tell nothing."""
+    with file.open("rb") as stream:
+        start = stream.read(64)
+    suffix = file.suffix.lower()
+    if start.startswith(b"version https://git-lfs"):
+        return "this is a Git LFS pointer of a few lines, not the model. Download the real file (git lfs pull)."
+    if start.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
+        return "this is a web page, not a model; the download was redirected. Download the file again."
+    if start.startswith(b"GGUF") and suffix != GGUF_SUFFIX:
+        return "this is a GGUF file with a wrong ending. Rename it to .gguf."
+    if start.startswith((b"PK\x03\x04", b"\x80")):
+        return "this is a pickle file with a wrong ending; it can run code and is not read. Use a safetensors file."
+    if suffix == GGUF_SUFFIX and start[8:9] == b"{":
+        return "this is a safetensors file with a wrong ending. Rename it to .safetensors."
+    return None
 
 
 def _expected_size(file: Path) -> int | None:

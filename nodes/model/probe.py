@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from .architecture import BOUNDARY_LINEARS, ErnieArchitecture, architecture_from_shapes, find_prefix
 from .checkpoint import Checkpoint, CheckpointError, TensorInfo
 from .foreign import describe
+from .gguf_storage import detect_gguf_storage
 from .storage import SIDE_TENSORS, Storage, detect_storage, logical_shapes
 
 logger = logging.getLogger("ernie_fast")
 
+CONVOLUTION = "x_embedder.proj.weight"
 _CLASS_NAME = "ErnieImageTransformer2DModel"
 
 
@@ -53,11 +55,26 @@ def probe_model(checkpoint: Checkpoint) -> ModelProbe:
     label = checkpoint.label
     prefix = find_prefix(checkpoint.tensors, label)
     if prefix is None:
-        raise CheckpointError(f"{label}: no ERNIE-Image diffusion model. {describe(checkpoint.tensors)}")
+        called = f" The file calls itself '{checkpoint.gguf.architecture}'." if checkpoint.gguf else ""
+        raise CheckpointError(f"{label}: no ERNIE-Image diffusion model. {describe(checkpoint.tensors)}{called}")
     tensors = {n[len(prefix) :]: info for n, info in checkpoint.tensors.items() if n.startswith(prefix)}
-    storage = detect_storage(checkpoint, tensors, prefix)
-    architecture = architecture_from_shapes(logical_shapes(tensors, storage), label, _declared_layers(checkpoint))
+    if checkpoint.gguf is None:
+        storage = detect_storage(checkpoint, tensors, prefix)
+        shapes = logical_shapes(tensors, storage)
+    else:
+        storage = detect_gguf_storage(tensors, {}, _is_convolution)
+        shapes = {name: _unflattened(name, info.shape) for name, info in tensors.items()}
+    architecture = architecture_from_shapes(shapes, label, _declared_layers(checkpoint))
     return ModelProbe(checkpoint, prefix, architecture, storage, _unused(tensors, storage, architecture, prefix))
+
+
+def _is_convolution(name: str) -> bool:
+    return name == CONVOLUTION
+
+
+def _unflattened(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a convolution that a GGUF converter flattened: (D, C) -> (D, C, 1, 1)."""
+    return (*shape, 1, 1) if name == CONVOLUTION and len(shape) == 2 else shape
 
 
 def warn_about(probe: ModelProbe) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import comfy.utils
 import safetensors.torch
@@ -11,16 +11,23 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS
 
 from .checkpoint import Checkpoint, CheckpointError
+from .gguf_storage import read_gguf_tensors
+from .operations import OWN_FORMATS
 from .storage import MARKER, Storage
 
 
-def read_tensors(checkpoint: Checkpoint, new_name: Callable[[str], str | None]) -> dict[str, torch.Tensor]:
+def read_tensors(
+    checkpoint: Checkpoint, new_name: Callable[[str], str | None], quantised: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
     """Return the tensors of all files, memory-mapped, under new names.
 
     Args:
         checkpoint: an open checkpoint.
         new_name: maps a tensor's name in the file to its name in the result; None leaves the tensor out.
+        quantised: for a GGUF file, the new names that stay as stored, uint8 (rows, bytes per row); others become float32.
     """
+    if checkpoint.gguf is not None:
+        return read_gguf_tensors(checkpoint, checkpoint.gguf, new_name, quantised)
     out: dict[str, torch.Tensor] = {}
     for file in checkpoint.files:
         dtypes = {info.dtype for info in checkpoint.tensors.values() if info.file == file}
@@ -44,7 +51,7 @@ def require_formats(label: str, names: Iterable[str]) -> None:
         label: the file, for messages.
         names: the formats used in it.
     """
-    lacking = sorted(set(names) - set(QUANT_ALGOS))
+    lacking = sorted(set(names) - set(QUANT_ALGOS) - set(OWN_FORMATS))
     if lacking:
         raise CheckpointError(
             f"{label}: stored as {', '.join(lacking)}, which this ComfyUI does not know "

@@ -19,8 +19,17 @@ from ...kernels.formats import DTYPE_BITS, FLOAT_DTYPES, FORMATS, FP8_DTYPES, St
 from .checkpoint import Checkpoint, CheckpointError, TensorInfo
 
 MARKER = ".comfy_quant"
+# The format of a layer of a GGUF file; its configuration also has "qtype", a key of QTYPES.
+GGUF = "gguf"
+# Formats that ComfyUI does not have; converters write the same words.
+ROW_FP8, SVDQUANT = "float8_e4m3fn_rowwise", "svdquant_w4a4"
+# Another word for a format of ComfyUI's: its INT8 may have a scale per row.
+_SYNONYMS = {"int8_rowwise": "int8_tensorwise"}
 # Endings of what stands beside a quantised weight, under today's names.
-SIDE_TENSORS = (MARKER, ".weight_scale", ".weight_scale_2", ".input_scale", ".pre_quant_scale")
+SIDE_TENSORS = (
+    MARKER, ".weight_scale", ".weight_scale_2", ".input_scale", ".pre_quant_scale", ".weight_proj_down", ".weight_proj_up",
+    ".weight_smooth_factor",
+)  # fmt: skip
 _MAX_MARKER_BYTES = 64 * 1024
 # Tensors of formats that have no place in ComfyUI: SVDQuant (nunchaku), bitsandbytes, AWQ and GPTQ.
 _FOREIGN_QUANT = re.compile(r"\.(qweight|qzeros|wscales|wzeros|absmax|quant_map|quant_state\.\w+|proj_down|smooth_factor)$")
@@ -50,15 +59,24 @@ class Storage:
         """Return how many layers each quantised format has."""
         return Counter(str(config["format"]) for config in self.layers.values())
 
+    def titles(self) -> list[str]:
+        """Return the names, for people, of the formats of the quantised layers, the most common first."""
+        counts = Counter(_title(config) for config in self.layers.values())
+        return [title for title, _ in counts.most_common()]
+
     @property
     def title(self) -> str:
         """The format's name for people: 'BF16', 'scaled FP8 (E4M3)', 'mixed: ...'."""
-        names = [FORMATS[name].title for name, _ in self.format_counts().most_common()]
+        names = self.titles()
         if not names:
             main = max(self.dtypes, key=lambda dtype: self.dtypes[dtype], default="F32")
             plain = {"F32": "FP32", "F16": "FP16", "F8_E4M3": "plain FP8 (E4M3)", "F8_E5M2": "plain FP8 (E5M2)"}
             return plain.get(main, main)
         return names[0] if len(names) == 1 else "mixed: " + ", ".join(names)
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    return f"GGUF {config['qtype']}" if config["format"] == GGUF else FORMATS[config["format"]].title
 
 
 def detect_storage(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], prefix: str) -> Storage:
@@ -93,7 +111,7 @@ def logical_shapes(tensors: Mapping[str, TensorInfo], storage: Storage) -> dict[
     shapes = {name: info.shape for name, info in tensors.items() if name not in storage.drop}
     for layer, config in storage.layers.items():
         key = f"{layer}.weight"
-        if key in shapes:
+        if key in shapes and config["format"] != GGUF:
             shapes[key] = FORMATS[config["format"]].logical_shape(shapes[key])
     return shapes
 
@@ -188,12 +206,13 @@ def _read_markers(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], pre
 
 def _checked_config(layer: str, config: Any, label: str) -> dict[str, Any]:
     format_name = config.get("format") if isinstance(config, dict) else None
+    format_name = _SYNONYMS.get(format_name, format_name) if isinstance(format_name, str) else format_name
     if not isinstance(format_name, str) or format_name not in FORMATS:
         raise CheckpointError(
             f"{label}: layer '{layer}' is stored as '{format_name}'; known formats are {', '.join(FORMATS)}. "
             "Use a file in one of these, or update ERNIE-Image Fast."
         )
-    return dict(config)
+    return {**config, "format": format_name}
 
 
 def _undeclared(layer: str, info: TensorInfo, current: Mapping[str, TensorInfo], label: str) -> dict[str, Any] | None:
@@ -211,6 +230,8 @@ def _undeclared(layer: str, info: TensorInfo, current: Mapping[str, TensorInfo],
         )
     if len(info.shape) == 2 and info.dtype in FP8_DTYPES and scale.numel == 1:
         return {"format": FP8_DTYPES[info.dtype]}
+    if len(info.shape) == 2 and info.dtype == "F8_E4M3" and scale.dtype == "F32" and scale.shape == (info.shape[0], 1):
+        return {"format": ROW_FP8}
     for name in ("mxfp8", "nvfp4"):
         candidate = FORMATS[name]
         fits = info.dtype == candidate.weight_dtype and scale.dtype in candidate.scale_dtypes and len(info.shape) == 2
@@ -255,9 +276,27 @@ def _check_layer(layer: str, storage_format: StorageFormat, current: Mapping[str
             f"{what} has a {scale.dtype} weight_scale {list(scale.shape)}; {' or '.join(storage_format.scale_dtypes)} "
             f"with {' or '.join(map(str, sorted(sizes)))} elements is needed."
         )
+    if storage_format.name == SVDQUANT:
+        _check_svdquant(layer, current, label)
     second = current.get(f"{layer}.weight_scale_2")
     if storage_format.global_scale and (second is None or second.numel != 1):
         raise CheckpointError(f"{what} needs one number in weight_scale_2; found {'none' if second is None else list(second.shape)}.")
+
+
+def _check_svdquant(layer: str, current: Mapping[str, TensorInfo], label: str) -> None:
+    """Check the low-rank branch and the smoothing of an SVDQuant layer against its packed weight (O, I / 2)."""
+    rows, packed = current[f"{layer}.weight"].shape
+    down = current.get(f"{layer}.weight_proj_down")
+    rank = down.shape[1] if down is not None and len(down.shape) == 2 else 0
+    wanted = {"proj_down": (packed * 2, rank), "proj_up": (rows, rank), "smooth_factor": (packed * 2,)}
+    for name, shape in wanted.items():
+        info = current.get(f"{layer}.weight_{name}")
+        if info is None or info.shape != shape or info.dtype not in FLOAT_DTYPES or not rank:
+            found = "none" if info is None else f"{info.dtype} {list(info.shape)}"
+            raise CheckpointError(
+                f"{label}: layer '{layer}' (SVDQuant W4A4) needs weight_{name} with the shape {list(shape)}; found {found}. "
+                "The file is incomplete or of another SVDQuant program; download it again."
+            )
 
 
 def _check_options(layer: str, config: Mapping[str, Any], weight: TensorInfo, label: str) -> None:

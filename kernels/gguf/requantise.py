@@ -1,0 +1,145 @@
+"""New codes for a GGUF weight on the grid it has: a change is added without moving any scale.
+
+A weight that is encoded anew from its decoded values loses as much as at its first encoding, because the encoder finds other
+scales. With the scales kept, a weight that does not change stays as it is bit for bit, and a change smaller than a step of
+the grid survives on average, because the code is rounded up with the probability of the fraction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .fields import LAYOUTS, Grid, codebook, grid, with_codes
+from .fields_iq import VECTOR_LAYOUTS, magnitudes
+from .qtypes import QTYPES
+
+CHUNK = 1 << 21  # weights at a time: ten float32 temporaries of that size are 84 MB
+_DISTANCES = 1 << 25  # distances at a time: 134 MB
+
+
+def requantize(data: Tensor, qtype: str, x: Tensor, seed: int | None = 0) -> Tensor:
+    """Encode `x` on the grid of `data`: keep its scales and minima, choose new codes (and grid indices and signs).
+
+    A linear type's codes are clamped to their range. IQ2 and IQ3 types take the nearest entry of their table, whatever the
+    seed, and keep the present one unless another is nearer. Codes under a scale of 0 stay.
+
+    Args:
+        data: uint8 (rows, row_bytes), blocks of the type `qtype`.
+        x: float (rows, columns) on the device of `data`; a NaN leaves its code as it is.
+        seed: above 0, round stochastically, so that the expected value is `x`; 0 or None, round to nearest.
+
+    Returns:
+        uint8 of the shape of `data`.
+
+    Raises:
+        ValueError: for a type without codes, or when `data` and `x` do not fit together.
+    """
+    allowed = (*LAYOUTS, *VECTOR_LAYOUTS)
+    if qtype not in allowed:
+        raise ValueError(f"cannot requantize to {qtype}; use one of {', '.join(allowed)}")
+    if data.dtype != torch.uint8 or data.ndim != 2:
+        raise ValueError(f"data must be uint8 (rows, bytes), not {data.dtype} {tuple(data.shape)}")
+    kind = QTYPES[qtype]
+    shape = (data.shape[0], kind.columns(data.shape[1]))
+    if not x.is_floating_point() or tuple(x.shape) != shape:
+        raise ValueError(
+            f"x must be float {shape} for {qtype} data {tuple(data.shape)}, not {x.dtype} {tuple(x.shape)}"
+        )
+    generator = torch.Generator(data.device).manual_seed(seed) if seed else None
+    encode = round_linear if qtype in LAYOUTS else _nearest_vectors
+    out = torch.empty_like(data, memory_format=torch.contiguous_format)
+    step = max(1, CHUNK // max(1, shape[1]))
+    for i in range(0, len(data), step):
+        blocks = data[i : i + step].reshape(-1, kind.type_size)
+        weights = x[i : i + step].detach().float().reshape(-1, kind.block_size)
+        out[i : i + step] = encode(qtype, blocks, weights, generator).view(-1, data.shape[1])
+    return out
+
+
+def round_linear(qtype: str, blocks: Tensor, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return a copy of `blocks` whose codes are the roundings of `x` on its grid; see `requantize`.
+
+    Args:
+        blocks: uint8 (N, type_size) of the linear type `qtype`.
+        x: float32 (N, block_size).
+        generator: rounds stochastically; None: to nearest.
+    """
+    layout = LAYOUTS[qtype]
+    present = grid(qtype, blocks)
+    x = x.view(present.codes.shape)
+    if layout.codebook:
+        codes = _codebook_codes(present, x, generator)
+    else:
+        move = _move(present, present.codes, x)
+        codes = present.codes + (move.round() if generator is None else (move + _uniform(move, generator)).floor())
+        codes = codes.clamp(layout.lowest, layout.highest)
+    return with_codes(qtype, blocks, torch.where(present.scale == 0, present.codes, codes))
+
+
+def _move(present: Grid, levels: Tensor, x: Tensor) -> Tensor:
+    """Return how many levels `x` lies above the present value; 0 where that is no number.
+
+    The difference comes first, then the division: where `x` is the decoded weight, the result is exactly 0, and a change far
+    smaller than a step is not lost in the rounding of a large code.
+    """
+    move = (x - (present.scale * levels + present.offset)) / present.scale
+    return torch.where(move.isnan() | (present.scale == 0), 0.0, move)
+
+
+def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(like.shape, generator=generator, device=like.device)
+
+
+def _codebook_codes(present: Grid, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return int16 codes of `x` among the two codebook levels around it."""
+    book = codebook(x.device)
+    levels = book[present.codes.int()]
+    target = levels + _move(present, levels, x)
+    below = (torch.bucketize(target, book, right=True) - 1).clamp_(0, len(book) - 2)
+    part = (target - book[below]) / (book[below + 1] - book[below])
+    above = part > (0.5 if generator is None else _uniform(part, generator))
+    return (below + above).short()
+
+
+def _nearest_vectors(qtype: str, blocks: Tensor, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return a copy of `blocks`, uint8 (N, type_size) of an IQ2 or IQ3 type, with the signs and entries nearest to `x`.
+
+    Args:
+        x: float32 (N, 256).
+        generator: unused: the tables are too sparse for a choice between two neighbours.
+    """
+    layout = VECTOR_LAYOUTS[qtype]
+    table = magnitudes(qtype, x.device)
+    present = layout.read(blocks)
+    scale = present.scale.repeat_interleave(32 // present.scale.shape[1], 1).view(-1, 1)
+    y = x.reshape(-1, 8) / scale  # one row per sign byte
+    bits = torch.arange(8, dtype=torch.uint8, device=x.device)
+    negative = y < 0
+    if layout.even:
+        # The weight nearest to 0 loses least by a wrong sign.
+        odd = negative.sum(1, keepdim=True) % 2 == 1
+        negative ^= odd & (bits == y.abs().argmin(1, keepdim=True))
+    target = torch.where(negative, -y, y)
+    entries = _nearest(table, target.view(-1, layout.width))
+    error = (target - table[entries].view(-1, 8)).square().sum(1)
+
+    present_entries = present.entries.reshape(-1)
+    present_negative = (present.signs.reshape(-1, 1) >> bits & 1).bool()
+    target = torch.where(present_negative, -y, y)
+    present_error = (target - table[present_entries.int()].view(-1, 8)).square().sum(1)
+
+    better = ((error < present_error) & (scale != 0).squeeze(1))[:, None]
+    signs = torch.where(better, negative, present_negative).to(torch.uint8) << bits
+    entries = torch.where(better, entries.view(-1, 8 // layout.width), present_entries.view(-1, 8 // layout.width))
+    blocks = blocks.clone()
+    layout.write(blocks, entries.short().view(present.entries.shape), signs.sum(1, dtype=torch.uint8).view(-1, 32))
+    return blocks
+
+
+def _nearest(table: Tensor, vectors: Tensor) -> Tensor:
+    """Return int64 (M,): the row of `table` (entries, width) nearest to each of `vectors` (M, width), in float32."""
+    norms = table.square().sum(1)
+    step = _DISTANCES // len(table)
+    slices = (vectors[i : i + step] for i in range(0, len(vectors), step))
+    return torch.cat([torch.addmm(norms, part, table.T, alpha=-2).argmin(1) for part in slices])
