@@ -1,12 +1,14 @@
 """The rule of `kept_scales`, the same for all formats: which groups get another scale, and which codes the weights get.
 
-A group is what shares a scale: a tensor, a row or a block. R, C: rows and columns of the stored weight; G: groups of a row.
+A group is what shares a scale: a tensor, a row or a block. R, C: rows and columns of the stored weight; G: groups of a row;
+W: weights of a group. Codes are numbers in units of the scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +28,6 @@ from .rounding import (
 TILE = 128  # rows of a tile of the tensor cores' block scales: whole tiles are contiguous
 _CHUNK = 1 << 22  # weights at a time: ten float32 temporaries of that size are 168 MB
 
-Read = Callable[[slice], tuple[Tensor, Tensor]]
-Pack = Callable[[Tensor], Tensor]
-Raise = Callable[[Tensor, Tensor, torch.Generator | None], tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True)
 class Codes:
@@ -43,92 +41,97 @@ class Codes:
 
     low: float
     high: float
-    slack: float
+    slack: float = 0.0
     kind: SmallFloat | None = None
 
     def rounded(self, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the codes for `target`, which is given in units of the scale."""
+        """Return the codes, float32, for `target`, float32 in units of the scale."""
         codes = round_small_float(target, self.kind, generator) if self.kind else round_integer(target, generator)
         return codes.clamp_(self.low, self.high)
 
 
 # -7, not -8, is the lowest INT4 code that comfy-kitchen's quantiser emits; INT8 goes to -128.
-INT4 = Codes(-7.0, 7.0, 1.0)
-INT8 = Codes(-128.0, 127.0, 1.0)
-FP4 = Codes(-E2M1.maximum, E2M1.maximum, 0.0, E2M1)
+INT4 = Codes(-7.0, 7.0, slack=1.0)
+INT8 = Codes(-128.0, 127.0, slack=1.0)
+FP4 = Codes(-E2M1.maximum, E2M1.maximum, kind=E2M1)
 FP8 = {
-    torch.float8_e4m3fn: Codes(-E4M3.maximum, E4M3.maximum, 0.0, E4M3),
-    torch.float8_e5m2: Codes(-E5M2.maximum, E5M2.maximum, 0.0, E5M2),
+    torch.float8_e4m3fn: Codes(-E4M3.maximum, E4M3.maximum, kind=E4M3),
+    torch.float8_e5m2: Codes(-E5M2.maximum, E5M2.maximum, kind=E5M2),
 }
+
+Read = Callable[[slice], tuple[Tensor, Tensor]]
+"""Gives for a slice of rows the present codes and the change of the weights, both float32 (rows, C)."""
+Pack = Callable[[Tensor], Tensor]
+"""Turns codes, float32 (rows, C), into stored ones."""
+Raise = Callable[[Tensor, Tensor, "torch.Generator | None"], tuple[Tensor, Tensor]]
+"""Gives for the peaks and the present scales of groups the new scales and the tops; see `_Scales`."""
+
+
+class _Scales(NamedTuple):
+    """The scales of groups, float32 (rows, G), or (1, 1) for all rows.
+
+    Args:
+        present, new: the scales before and after the change.
+        peak: largest magnitude of a group with a weight beyond its range; 0 for the other groups.
+        top: magnitude from which the weights of a raised group are stretched, so that `peak` is stored as the largest code;
+            `peak` where they are not. See `kept_scales.requantize_nvfp4`.
+    """
+
+    present: Tensor
+    new: Tensor
+    peak: Tensor
+    top: Tensor
 
 
 def store(
     qdata: Tensor, scale: Tensor, rows: int, read: Read, pack: Pack, codes: Codes, raised: Raise, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return new stored codes like `qdata`, and the scales, chunk by chunk.
+    """Return new stored codes like `qdata`, and the scales.
 
     Args:
         qdata: the stored weight (R, ...).
         scale: float, one number, or R x G in any shape.
-        read: gives for a slice of rows the present codes as numbers and the change of the weights, both float32 (rows, C).
-        pack: turns codes float32 (rows, C) into stored ones.
-        raised: see `Raise`.
+        rows: R.
     """
     whole = scale.numel() == 1
     present = scale.float().reshape(1 if whole else rows, -1)
-    new = present.clone()
-    out = torch.empty_like(qdata, memory_format=torch.contiguous_format)
     generator = make_generator(seed, qdata.device)
     step = max(TILE, _CHUNK // max(1, qdata.shape[1]) // TILE * TILE)
     chunks = [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
-    peak = torch.zeros_like(present)
-    top = torch.zeros_like(present)
-
-    def raise_(part: slice) -> None:
-        scales, tops = raised(peak[part], present[part], generator)
-        beyond = peak[part] > 0
-        new[part] = torch.where(beyond, scales.to(scale.dtype).float(), present[part])
-        top[part] = tops
-
+    scales = _Scales(present, present, present, present)
     if whole:
+        peak = torch.zeros_like(present)
         for chunk in chunks:
-            value, change = read(chunk)
-            peak = torch.maximum(peak, _peaks(value.reshape(1, 1, -1), change.reshape(1, 1, -1), present, codes))
-        raise_(slice(None))
+            value, change = (part.reshape(1, 1, -1) for part in read(chunk))
+            peak = torch.maximum(peak, _peaks(value, change, present, codes))
+        scales = _new_scales(peak, present, raised, scale.dtype, generator)
+    out = torch.empty_like(qdata, memory_format=torch.contiguous_format)
+    new: list[Tensor] = []
     for chunk in chunks:
-        part = slice(None) if whole else chunk
-        value, change = read(chunk)
-        groups = (len(value), present.shape[1], -1)
-        value, change = value.reshape(groups), change.reshape(groups)
+        value, change = (part.reshape(len(part), present.shape[1], -1) for part in read(chunk))
         if not whole:
-            peak[part] = _peaks(value, change, present[part], codes)
-            raise_(part)
-        result = _kept(value, change, present[part].unsqueeze(-1), codes, generator)
-        moved = (new[part] != present[part]).expand(groups[:2])
-        if moved.any():
-            a, b, c, d = (t[part].expand(groups[:2])[moved].unsqueeze(-1) for t in (present, new, peak, top))
-            result[moved] = _anew(value[moved] * a + change[moved], b, c, d, codes, generator)
-        out[chunk] = pack(result.flatten(1))
-    return out, new.to(scale.dtype).view(scale.shape)
+            peak = _peaks(value, change, present[chunk], codes)
+            scales = _new_scales(peak, present[chunk], raised, scale.dtype, generator)
+            new.append(scales.new)
+        out[chunk] = pack(_codes(value, change, scales, codes, generator).flatten(1))
+    return out, (scales.new if whole else torch.cat(new)).to(scale.dtype).reshape(scale.shape)
 
 
-def _kept(value, change, scale, codes, generator):
-    target = value + change / torch.where(scale == 0, 1.0, scale)
-    return torch.where((change == 0) | (scale == 0), value, codes.rounded(target, generator))
+def doubled(peak: Tensor, scale: Tensor, high: float) -> Tensor:
+    """Return `scale` times the smallest power of two with which the code of `peak` is at most `high`.
 
-
-def _anew(weights, scale, peak, top, codes, generator):
-    size = weights.abs()
-    end = scale * codes.high
-    size = torch.where(size > top, top + (size - top) * (end - top) / (peak - top), size)
-    return codes.rounded(size.copysign(weights) / scale, generator)
+    A scale of 0 becomes that power.
+    """
+    base = torch.where(scale == 0, 1.0, scale)
+    return base * power_of_two(ceil_log2(peak / (high * base)))
 
 
 def _peaks(value: Tensor, change: Tensor, scale: Tensor, codes: Codes) -> Tensor:
-    """Return the largest magnitude of each group that leaves the range of its scale, and 0 for the other groups.
+    """Return the largest magnitude of each group with a weight beyond the range of its scale, and 0 for the other groups.
 
     Args:
-        value, change: float32 (rows, G, weights of a group).
+        value: present codes, float32 (rows, G, W).
+        change: of the weights, float32 (rows, G, W).
         scale: float32 (rows, G).
 
     Returns:
@@ -139,11 +142,29 @@ def _peaks(value: Tensor, change: Tensor, scale: Tensor, codes: Codes) -> Tensor
     beyond = (target > codes.high + codes.slack) | (target < codes.low - codes.slack) | (scale == 0)
     # A weight that does not change fits, even with a code that the quantiser never emits.
     beyond &= change != 0
-    peak = (value * scale + change).abs_().amax(-1)
-    return torch.where(beyond.any(-1), peak, 0.0)
+    return torch.where(beyond.any(-1), (value * scale + change).abs_().amax(-1), 0.0)
 
 
-def doubled(peak: Tensor, scale: Tensor, high: float) -> tuple[Tensor, Tensor]:
-    """Return `scale` times the smallest power of two with which the code of `peak` is at most `high`; for scale 0, that power."""
-    base = torch.where(scale == 0, 1.0, scale)
-    return base * power_of_two(ceil_log2(peak / (high * base))), peak
+def _new_scales(
+    peak: Tensor, present: Tensor, raised: Raise, dtype: torch.dtype, generator: torch.Generator | None
+) -> _Scales:
+    """Return the scales of groups; the new ones are numbers that `dtype` can store."""
+    new, top = raised(peak, present, generator)
+    return _Scales(present, torch.where(peak > 0, new.to(dtype).float(), present), peak, top)
+
+
+def _codes(value: Tensor, change: Tensor, scales: _Scales, codes: Codes, generator: torch.Generator | None) -> Tensor:
+    """Return the codes, float32 (rows, G, W), of weights that have the codes `value` and change by `change`."""
+    scale = scales.present.unsqueeze(-1)
+    # The code is not computed from the weight: that is exact only up to the last bits of float32.
+    target = value + change / torch.where(scale == 0, 1.0, scale)
+    out = torch.where((change == 0) | (scale == 0), value, codes.rounded(target, generator))
+    raised = (scales.new != scales.present).expand(value.shape[:2])
+    if raised.any():
+        present, new, peak, top = (t.expand(value.shape[:2])[raised].unsqueeze(-1) for t in scales)
+        weights = value[raised] * present + change[raised]
+        size = weights.abs()
+        stretched = top + (size - top) * ((new * codes.high - top) / (peak - top))
+        target = torch.where(size > top, stretched, size).copysign(weights) / new
+        out[raised] = codes.rounded(target, generator)
+    return out

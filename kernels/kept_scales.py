@@ -5,9 +5,11 @@ only by its change: with the probability change / step to the next code, so that
 
 A group of weights (a tensor, a row or a block) gets another scale where a weight leaves its range:
 - FP8 and MXFP8: the scale is doubled as often as needed. Codes halve, which floats store exactly (but for the subnormals).
-- INT8, INT4 and NVFP4: the scale becomes what the quantiser of comfy-kitchen would choose, and the whole group is rounded
-  anew. As that costs more than it gains for a small excess, a weight less than one code beyond the end is stored at the end:
-  its error stays below one step, as that of every stochastically rounded weight.
+- INT8 and INT4: the scale becomes what the quantiser of comfy-kitchen would choose, and the group is rounded anew. As that
+  costs far more than a small excess, a weight less than one code beyond the end is stored at the end: its error stays below
+  one step, as that of every stochastically rounded weight.
+- NVFP4: one weight in ten is at the end of its block, so that to cut the excess would weaken every LoRA (measured: by 5 %).
+  The block scale that is needed is rounded stochastically to E4M3, so that most blocks stay and the mean is right.
 
 Each function compares `x` with the weight as comfy-kitchen dequantises it in the dtype of `x`, and stores the difference. So
 the precision in which the weight was read is no change of the weight.
@@ -61,10 +63,7 @@ def requantize_fp8(qdata: Tensor, scale: Tensor, x: Tensor, seed: int | None) ->
             old = (value * scale[rows].float()).to(dtype)
         return value, _change(x, old, rows)
 
-    def raised(peak: Tensor, present: Tensor, _: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        return doubled(peak, present, codes.high)
-
-    return store(qdata, scale, len(qdata), read, lambda c: c.to(qdata.dtype), codes, raised, seed)
+    return store(qdata, scale, len(qdata), read, lambda c: c.to(qdata.dtype), codes, _double(codes.high), seed)
 
 
 def requantize_int8(
@@ -137,6 +136,10 @@ def requantize_nvfp4(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Store `x` in NVFP4. The global scale stays; a block scale grows up to its largest number, 448.
 
+    A block that needs a scale between the E4M3 numbers a and b > a gets b with the probability p that makes its mean right,
+    and a otherwise, which cuts the weights beyond 6 a to 6 a. To make up for that, b stores a weight 6 a + e as 6 a + e / p,
+    which for the largest weight is 6 b.
+
     Args:
         qdata: uint8 (R, C / 2), two E2M1 codes per byte, the even column in the high half. R >= O and C >= I are padded.
         block_scale: float8_e4m3fn, or its bytes as uint8, one per 16 columns in the tensor cores' tiled order.
@@ -162,12 +165,14 @@ def requantize_nvfp4(
         return _read_e2m1(qdata[part]), _change(x, old, part)
 
     def raised(peak: Tensor, _: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        # comfy-kitchen, quantize_nvfp4: amax / 6 / global scale, rounded to E4M3.
         needed = peak / E2M1.maximum / total
         blocks = round_small_float(needed, E4M3, generator)
         if generator is None:
             return blocks * total, peak
+        # The bytes of positive E4M3 numbers have the order of the numbers.
         below = (blocks.to(torch.float8_e4m3fn).view(torch.uint8) - 1).view(torch.float8_e4m3fn).float()
-        return blocks * total, torch.where(blocks > needed, below, blocks) * total * E2M1.maximum
+        return blocks * total, torch.where(blocks > needed, below * (total * E2M1.maximum), peak)
 
     data, kept = store(qdata, present, rows, read, _pack_e2m1, FP4, raised, seed)
     blocks = torch.where(kept == present, 0.0, kept / total).to(torch.float8_e4m3fn)
@@ -202,14 +207,18 @@ def requantize_mxfp8(qdata: Tensor, block_scale: Tensor, x: Tensor, seed: int | 
         scales = tiles[part.start : _to_tile(part.stop)].view(torch.float8_e8m0fnu)
         return qdata[part].float(), _change(x, kitchen.dequantize_mxfp8(qdata[part], scales, dtype), part)
 
-    def raised(peak: Tensor, scale: Tensor, _: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        return doubled(peak, scale, E4M3.maximum)
-
     codes = FP8[torch.float8_e4m3fn]
-    data, kept = store(qdata, present, rows, read, lambda c: c.to(torch.float8_e4m3fn), codes, raised, seed)
+    data, kept = store(
+        qdata, present, rows, read, lambda c: c.to(torch.float8_e4m3fn), codes, _double(codes.high), seed
+    )
     bytes_ = (ceil_log2(torch.where(kept == present, 1.0, kept)) + 127).to(torch.uint8)
     tiles = _with_changed(tiles, bytes_, kept != present)
     return data, tiles.view(block_scale.dtype).view(block_scale.shape)
+
+
+def _double(high: float) -> Raise:
+    """Return the rule for float codes: double the scale."""
+    return lambda peak, present, _: (doubled(peak, present, high), peak)
 
 
 def _peak_over(high: float) -> Raise:
