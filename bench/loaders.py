@@ -1,11 +1,13 @@
-"""Our model loader beside ComfyUI's own, on full-size random weights: same outputs, time, and memory.
+"""Our model loader beside ComfyUI's own, on full-size random weights: same outputs, time, and memory; and GGUF files, which ComfyUI lacks.
 
     python bench/loaders.py --out bench/results/loaders-h200.json        (on a GPU machine; COMFYUI_PATH set)
 
 For each file format a checkpoint of the released size is written once; then, in a process of its own per memory mode
 (dynamic VRAM, --disable-dynamic-vram, --lowvram with about 10 GB left), both loaders load it and run forwards at
 1024x1024 with 256 text tokens. `equal` says whether the two outputs are bit-identical; `lora_equal` the same with a LoRA of rank 16 on every
-linear layer, loaded by our LoRA loader and by ComfyUI's. Random weights: this says nothing about pictures.
+linear layer, loaded by our LoRA loader and by ComfyUI's. For a GGUF file `equal` compares with its weights expanded to a BF16 file by
+gguf-py's definition, and a process of its own gives the time until the weights are on the GPU and the most RAM that it held.
+Random weights: this says nothing about pictures.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ MODES = {
 }
 FORWARDS = 10  # the first half warms up
 LORA_FORMATS = ("bf16", "float8_e4m3fn")
-FORMATS = ("bf16", "float8_e4m3fn", "nvfp4")
+GGUF_FORMATS = ("Q4_K", "Q6_K", "Q8_0")
+FORMATS = ("bf16", "float8_e4m3fn", "nvfp4", *GGUF_FORMATS)
 
 
 def start_comfyui(arguments: list[str]) -> None:
@@ -89,6 +92,9 @@ def write_checkpoints(folder: Path, formats: Sequence[str]) -> None:
         value = torch.randn(meta.shape, device="cuda", dtype=torch.bfloat16) * (0.02 if meta.dim() > 1 else 0.1)
         base[name] = (value + 1 if "norm_" in name or "_ln." in name else value).cpu()
     for format_name in formats:
+        if format_name in GGUF_FORMATS:
+            write_gguf_pair(folder, format_name, base)
+            continue
         out = dict(base)
         for name, tensor in base.items():
             if format_name == "bf16" or not name.startswith("layers.") or tensor.dim() != 2:
@@ -106,6 +112,67 @@ def write_checkpoints(folder: Path, formats: Sequence[str]) -> None:
             lora[f"{module}.lora_A.weight"] = torch.randn(16, tensor.shape[1]) * 0.02
             lora[f"{module}.lora_B.weight"] = torch.randn(tensor.shape[0], 16) * 0.02
     save_file(lora, str(folder / "lora.safetensors"))
+
+
+def write_gguf_pair(folder: Path, qtype: str, base: dict[str, torch.Tensor]) -> None:
+    """Write a GGUF file with the blocks' linear layers in one type, and the same weights expanded to BF16."""
+    load_package()
+    import gguf
+    import torch
+    from ernie_fast.kernels.gguf import eager, encode
+    from safetensors.torch import save_file
+
+    writer, expanded = gguf.GGUFWriter(str(folder / f"{qtype}.gguf"), "wan"), dict(base)
+    for name, tensor in base.items():
+        if name.startswith("layers.") and tensor.dim() == 2:
+            data = encode.quantize(tensor.cuda(), qtype)
+            expanded[name] = eager.dequantize(data, qtype, torch.bfloat16).cpu()
+            writer.add_tensor(name, data.cpu().numpy(), raw_dtype=gguf.GGMLQuantizationType[qtype])
+        else:
+            data = tensor.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(expanded, str(folder / f"{qtype}-expanded.safetensors"))
+
+
+def to_the_gpu(file: Path, mode: str, reserve_gb: int) -> None:
+    """Load one file in this process, run one small forward so that every weight reaches the GPU, and print time and RAM."""
+    start_comfyui([part.format(reserve_gb=reserve_gb) for part in MODES[mode]])
+    load_package()
+    import comfy.model_management as mm
+    import torch
+    from ernie_fast.nodes.model.build import load_model
+
+    with file.open("rb") as stream:
+        while stream.read(1 << 26):
+            pass
+    x, sigma = torch.randn(1, 128, 8, 8, device="cuda"), torch.tensor([0.7], device="cuda")
+    context = torch.randn(1, 8, 3072, device="cuda")
+    torch.cuda.synchronize()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    times = []
+    for step in ("load", "first", "second"):
+        start = time.perf_counter()
+        if step == "load":
+            patcher = load_model(file)
+        else:
+            mm.load_models_gpu([patcher], memory_required=patcher.memory_required(x.shape))
+            patcher.model.current_patcher = patcher
+            with torch.inference_mode():
+                patcher.model.apply_model(x, sigma, c_crossattn=context, transformer_options={})
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    size = file.stat().st_size / 1e9
+    seconds = times[0] + times[1] - times[2]  # the second forward moves nothing
+    row = {
+        "file": file.name, "mode": mode, "file_gb": round(size, 2), "load_s": round(times[0], 2), "on_gpu_s": round(seconds, 2),
+        "gb_per_s": round(size / seconds, 2), "ram_before_gb": round(before, 2),
+        "peak_ram_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+    }  # fmt: skip
+    print("ROW " + json.dumps(row), flush=True)
 
 
 def measure(load: Callable[[], ModelPatcher], inputs: tuple[torch.Tensor, ...]) -> tuple[dict, torch.Tensor]:
@@ -168,11 +235,13 @@ def compare(folder: Path, mode: str, formats: Sequence[str], reserve_gb: int) ->
         torch.randn(1, 256, 3072, device="cuda", generator=generator),
     )
     for format_name in formats:
-        file = folder / f"{format_name}.safetensors"
+        gguf_file = format_name in GGUF_FORMATS
+        file = folder / f"{format_name}.{'gguf' if gguf_file else 'safetensors'}"
+        theirs = folder / f"{format_name}-expanded.safetensors" if gguf_file else file
         with file.open("rb") as stream:  # into the page cache, so that both loaders read from memory
             while stream.read(1 << 26):
                 pass
-        core, expected = measure(lambda file=file: comfy.sd.load_diffusion_model(str(file)), inputs)
+        core, expected = measure(lambda file=theirs: comfy.sd.load_diffusion_model(str(file)), inputs)
         ours, found = measure(lambda file=file: load_model(file), inputs)
         row = {"format": format_name, "mode": mode, "equal": bool(torch.equal(expected, found)), "core": core, "ours": ours}
         if format_name in LORA_FORMATS:
@@ -193,7 +262,7 @@ def main() -> None:
     """Write the files, run each mode, collect the rows with versions, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "loaders.json")
-    parser.add_argument("--folder", type=Path, help="where the 29 GB of files go; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="where the files go (29 GB for the first three formats); default: a temporary folder")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--step", help=argparse.SUPPRESS)
@@ -201,6 +270,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.step == "write":
         return write_checkpoints(arguments.folder, arguments.formats)
+    if arguments.step and arguments.step.startswith("gpu:"):
+        return to_the_gpu(arguments.folder / f"{arguments.formats[0]}.gguf", arguments.step[4:], arguments.reserve_gb)
     if arguments.step:
         return compare(arguments.folder, arguments.step, arguments.formats, arguments.reserve_gb)
     import torch  # not before a step: dynamic VRAM wants to start first
@@ -209,9 +280,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         rows = []
-        for step in ("write", *arguments.modes):
+        steps = [(step, arguments.formats) for step in ("write", *arguments.modes)]
+        steps += [(f"gpu:{mode}", [name]) for name in arguments.formats if name in GGUF_FORMATS for mode in arguments.modes]
+        for step, formats in steps:
             command = [sys.executable, "-u", __file__, "--folder", str(folder), "--step", step, "--reserve-gb", str(reserve_gb)]
-            command += ["--formats", *arguments.formats]
+            command += ["--formats", *formats]
             start = time.perf_counter()
             run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             for line in run.stdout:

@@ -1,14 +1,14 @@
 """Store a changed quantised weight on the scales that it has, so that what does not change stays bit for bit.
 
-New scales move every weight off the grid, and each is rounded anew. On the kept scales a weight moves from its present code
-only by its change: with the probability change / step to the next code, so that small changes survive on average.
+Other scales move every weight off the grid, and each is rounded anew. On the kept scales a weight moves from its present
+code only by its change: with the probability change / step to the next code, so that small changes survive on average.
 
 A group of weights (a tensor, a row or a block) gets another scale where a weight leaves its range:
 - FP8 and MXFP8: the scale is doubled as often as needed. Codes halve, which floats store exactly (but for the subnormals).
 - INT8 and INT4: the scale becomes what the quantiser of comfy-kitchen would choose, and the group is rounded anew. As that
   costs far more than a small excess, a weight less than one code beyond the end is stored at the end: its error stays below
   one step, as that of every stochastically rounded weight.
-- NVFP4: one weight in ten is at the end of its block, so that to cut the excess would weaken every LoRA (measured: by 5 %).
+- NVFP4: one weight in nine is at the end of its block, so that to cut the excess would weaken every LoRA (measured: by 5 %).
   The block scale that is needed is rounded stochastically to E4M3, so that most blocks stay and the mean is right.
 
 Each function compares `x` with the weight as comfy-kitchen dequantises it in the dtype of `x`, and stores the difference. So
@@ -279,10 +279,9 @@ def _from_tiles(tiles: Tensor, rows: int, groups: int) -> Tensor:
 def _with_changed(tiles: Tensor, blocks: Tensor, changed: Tensor) -> Tensor:
     """Return a copy of tiled scales in which the scales (rows, G) marked by `changed` are those of `blocks`."""
     module: Any = importlib.import_module("comfy_kitchen.float_utils")
-    plain = module.from_blocked(tiles.view(torch.uint8), *tiles.shape)
+    plain = module.from_blocked(tiles.view(torch.uint8), *tiles.shape).clone()
     part = plain[: blocks.shape[0], : blocks.shape[1]]
-    # A view: what it gets is also in `plain`, whose padding stays.
-    part.copy_(torch.where(changed, blocks.view(torch.uint8), part))
+    part.copy_(torch.where(changed, blocks.view(torch.uint8), part))  # the padding of `plain` stays
     return module.to_blocked(plain, flatten=False)
 
 

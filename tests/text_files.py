@@ -14,6 +14,8 @@ import comfy.text_encoders.ernie as core_ernie
 import comfy.text_encoders.llama as llama
 import torch
 from comfy.text_encoders.hunyuan_video import llama_detect
+from ernie_fast.nodes.text.tokenizer import parse_tekken
+from gguf_files import write_gguf
 
 SIZES = {
     "vocab_size": 276, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -112,3 +114,96 @@ def hf_folder(folder: Path, sd: dict[str, torch.Tensor], config: dict[str, Any] 
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+LLAMA_CPP_NAMES = {
+    "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def llama_cpp_state_dict(sd: dict[str, torch.Tensor], permute: bool = True) -> dict[str, torch.Tensor]:
+    """Return an encoder's weights as llama.cpp's converter names and sorts them, with heads of 128."""
+    out = {}
+    for name, tensor in sd.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")) and permute:
+            heads = tensor.shape[0] // 128
+            tensor = tensor.reshape(heads, 2, 64, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        parts = name.removeprefix("model.").removesuffix(".weight").split(".")
+        if parts[0] == "layers":
+            out[f"blk.{parts[1]}.{LLAMA_CPP_NAMES['.'.join(parts[2:])]}.weight"] = tensor
+        else:
+            out[f"{LLAMA_CPP_NAMES[parts[0]]}.weight"] = tensor
+    return out
+
+
+def vocabulary_fields(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a tekken document as llama.cpp's converter writes it: the vocabulary of a GGUF file."""
+    parsed = parse_tekken(as_bytes(document), "tekken")
+    pairs = zip(parsed.merges[::2], parsed.merges[1::2], strict=True)
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "tekken",
+        "tokenizer.ggml.tokens": [*parsed.specials, *parsed.tokens],
+        "tokenizer.ggml.token_type": [3] * len(parsed.specials) + [1] * len(parsed.tokens),
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in pairs],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    # gguf-py writes no empty list.
+    return {key: value for key, value in fields.items() if value != []}
+
+
+def encoder_fields(sd: dict[str, torch.Tensor], architecture: str = "mistral3") -> dict[str, Any]:
+    """Return what llama.cpp's converter writes about a Ministral-3 encoder of this size."""
+    start = f"{architecture}."
+    return {
+        f"{start}block_count": 1 + max(int(name.split(".")[2]) for name in sd if ".layers." in name),
+        f"{start}context_length": 262144,
+        f"{start}embedding_length": sd["model.norm.weight"].numel(),
+        f"{start}feed_forward_length": sd["model.layers.0.mlp.up_proj.weight"].shape[0],
+        f"{start}attention.head_count": sd["model.layers.0.self_attn.q_proj.weight"].shape[0] // 128,
+        f"{start}attention.head_count_kv": sd["model.layers.0.self_attn.k_proj.weight"].shape[0] // 128,
+        f"{start}attention.key_length": 128,
+        f"{start}attention.value_length": 128,
+        f"{start}attention.layer_norm_rms_epsilon": 1e-5,
+        f"{start}attention.temperature_scale": 0.1,
+        f"{start}rope.freq_base": 1e6,
+        f"{start}rope.dimension_count": 128,
+        f"{start}rope.scaling.type": "yarn",
+        f"{start}rope.scaling.factor": 16.0,
+        f"{start}rope.scaling.original_context_length": 16384,
+        f"{start}rope.scaling.yarn_beta_fast": 32.0,
+        f"{start}rope.scaling.yarn_beta_slow": 1.0,
+        f"{start}rope.scaling.yarn_log_multiplier": 1.0,
+    }
+
+
+def write_gguf_encoder(
+    path: Path,
+    sd: dict[str, torch.Tensor],
+    qtype: str = "F32",
+    *,
+    document: dict[str, Any] | None = None,
+    architecture: str | None = "mistral3",
+    fields: dict[str, Any] | None = None,
+    more: dict[str, torch.Tensor] | None = None,
+) -> Path:
+    """Write a text encoder as llama.cpp does: its names, sorted q and k rows, vectors in FP32, its metadata, a vocabulary.
+
+    Args:
+        path: the file.
+        sd: the weights under ComfyUI's names ("model.layers...").
+        qtype: the GGUF type of the matrices.
+        document: the tekken document of the vocabulary; None for the smallest one.
+        architecture: `general.architecture`; None leaves it out.
+        fields: changes to the key-value data; None as a value leaves a key out.
+        more: more tensors, by their name in the file.
+    """
+    tensors = {**llama_cpp_state_dict(sd), **(more or {})}
+    stated = {**encoder_fields(sd), **vocabulary_fields(document or tekken()), **(fields or {})}
+    stated = {key: value for key, value in stated.items() if value is not None}
+    return write_gguf(path, tensors, lambda name: qtype if tensors[name].dim() > 1 else "F32", architecture, stated)

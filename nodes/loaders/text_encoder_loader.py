@@ -34,24 +34,26 @@ class ErnieFastTextEncoderLoader(io.ComfyNode):
             display_name="ERNIE Text Encoder Loader",
             category="model/loaders/ernie",
             description=(
-                "Loads Ministral-3, the text encoder of ERNIE-Image, or the prompt enhancer: one safetensors file, a "
-                "Hugging Face folder, or an all-in-one checkpoint. The tokenizer may be in the file or beside it."
+                "Loads Ministral-3, the text encoder of ERNIE-Image, or the prompt enhancer: one safetensors or GGUF file, "
+                "a Hugging Face folder, or an all-in-one checkpoint. The tokenizer may be in the file or beside it."
             ),
-            search_aliases=["ernie", "ministral", "clip loader", "text encoder", "prompt enhancer", "tekken", "yarn"],
+            search_aliases=["ernie", "ministral", "clip loader", "text encoder", "prompt enhancer", "tekken", "yarn", "gguf"],
             inputs=[
                 io.Combo.Input(
                     "clip_name",
                     options=models,
-                    tooltip="The text encoder: a file or shard folder in models/text_encoders, a repository in "
-                    "models/diffusers, or an all-in-one file in models/checkpoints.",
+                    tooltip="The text encoder: a safetensors or GGUF file or a shard folder in models/text_encoders, a "
+                    "repository in models/diffusers, or an all-in-one file in models/checkpoints. A GGUF file needs no "
+                    "mmproj.",
                 ),
                 io.Combo.Input(
                     "tokenizer",
                     options=[AUTO, *_tokenizer_files(), *models],
                     default=AUTO,
                     advanced=True,
-                    tooltip="Where the tokenizer comes from. 'auto' takes the one in the file, else tekken.json or "
-                    "tokenizer.json beside it; otherwise choose such a file, or a text encoder that holds one.",
+                    tooltip="Where the tokenizer comes from. 'auto' takes the one in the file (GGUF files from llama.cpp "
+                    "have it), else tekken.json or tokenizer.json beside it; otherwise choose such a file, or a text "
+                    "encoder that holds one.",
                 ),
                 io.Combo.Input(
                     "rope",
@@ -81,7 +83,7 @@ class ErnieFastTextEncoderLoader(io.ComfyNode):
             checkpoint = open_model(CATEGORY, clip_name)
             probe = probe_text_encoder(checkpoint)
             if rope is not None:
-                rope_from_config(probe.config, rope, checkpoint.label)
+                rope_from_config(probe.config, rope, checkpoint.label, probe.config_place)
             if tokenizer is not None:
                 _tokenizer_source(tokenizer, checkpoint)
         except CheckpointError as error:

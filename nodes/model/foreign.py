@@ -10,7 +10,7 @@ _LOADERS = "Use ERNIE Model Loader for the diffusion model, ERNIE Text Encoder L
 # (pattern over tensor names, what it is, what to do), the most telling first.
 _KINDS: tuple[tuple[str, str, str], ...] = (
     (r"lora_(A|B|up|down)\b|\.lokr_w|\.hada_w|lora_(up|down)\.weight", "a LoRA", "Load it with ERNIE LoRA Loader."),
-    (r"^(v\.blk\.|mm\.|v\.patch_embd)", "the vision part (mmproj) of a language model", "ERNIE-Image never needs one."),
+    (r"^(v\.blk\.|mm\.|v\.patch_embd)", "the vision part (mmproj) of a language model", "ERNIE-Image never needs one: choose the file of the language model."),
     (r"^blk\.\d+\.attn_(q|qkv)\.", "a language model in GGUF form", "Load it with ERNIE Text Encoder Loader."),
     (r"layers\.\d+\.adaLN_sa_ln\.", "an ERNIE-Image diffusion model", "Load it with ERNIE Model Loader."),
     (r"^(first_stage_model\.|vae\.)?(decoder\.(conv_in|up)|encoder\.down|decoder\.mid_block)", "a VAE", "Load it with Load VAE (models/vae)."),

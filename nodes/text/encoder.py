@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import comfy.ops
 import comfy.sd
 import comfy.text_encoders.ernie as ernie
 import comfy.text_encoders.llama as llama
@@ -20,8 +21,10 @@ import torch
 from comfy import sd1_clip
 
 from ..model.checkpoint import CheckpointError, open_checkpoint
+from ..model.operations import with_own_formats
 from ..model.state_dict import add_markers, read_tensors, require_formats
-from ..model.storage import MARKER, Storage
+from ..model.storage import MARKER
+from .gguf_names import is_permuted, unpermute
 from .probe import EncoderProbe, EncoderSizes, probe_text_encoder
 from .rope import Rope, RopeLlama, rope_from_config
 from .source import TENSOR, TokenizerSource
@@ -37,7 +40,7 @@ class Ministral3(llama.Ministral3_3B):
     """ComfyUI's Ministral-3 language model, of any size and with any rotary positions.
 
     Args:
-        config_dict: {"sizes": EncoderSizes, "rope": Rope, "lm_head": bool}.
+        config_dict: {"sizes": EncoderSizes, "rope": Rope, "lm_head": bool, "label": the file, for messages}.
         dtype, device, operations: as in ComfyUI's class.
     """
 
@@ -108,6 +111,18 @@ class ErnieTextEncoder(ernie.ErnieTEModel):
             name=NAME,
             clip_model=partial(_MinistralModel, config),
         )
+        self.label: str = config["label"]
+
+    def encode_token_weights(self, token_weight_pairs: Any) -> Any:
+        """Return what ComfyUI's class does. Raises CheckpointError when the condition holds no usable numbers."""
+        out = super().encode_token_weights(token_weight_pairs)
+        if not torch.isfinite(out[0]).all():
+            # A picture of it would be black, without a word.
+            raise CheckpointError(
+                f"{self.label}: the text encoder's output is not finite (NaN or infinite), so its weights are damaged or "
+                "were rounded too coarsely. Use another file of it, such as BF16 or Q8_0; with a LoRA, lower its strength."
+            )
+        return out
 
 
 class _MinistralTokenizer(sd1_clip.SDTokenizer):
@@ -162,7 +177,7 @@ def load_text_encoder(
     """Load a text encoder and its tokenizer.
 
     Args:
-        path: a safetensors file or a folder.
+        path: a safetensors or GGUF file, or a folder.
         label: the name for messages.
         source: the tokenizer.
         rope: "yarn" or "comfyui", see `rope.py`.
@@ -188,7 +203,7 @@ def build_clip(
     Raises: CheckpointError when tokenizer and encoder do not fit, or ComfyUI lacks the file's storage format.
     """
     label, sizes = probe.checkpoint.label, probe.sizes
-    positions = rope_from_config(probe.config, rope, label)
+    positions = rope_from_config(probe.config, rope, label, probe.config_place)
     tokenizer = source.load()
     if tokenizer.size > sizes.vocab:
         raise CheckpointError(
@@ -196,9 +211,12 @@ def build_clip(
             f"{sizes.vocab}. Use the tokenizer that belongs to this text encoder."
         )
     sd = _state_dict(probe)
-    options: dict[str, Any] = {"dtype": sd["model.norm.weight"].dtype}
+    dtype = _dtype(probe, sd)
+    options: dict[str, Any] = {"dtype": dtype}
     if any(name.endswith(MARKER) for name in sd):
-        options["quantization_metadata"] = {"mixed_ops": True}
+        # As ComfyUI makes them for a text encoder, and able to hold the formats of ours.
+        base = comfy.ops.mixed_precision_ops({"mixed_ops": True}, dtype, full_precision_mm=True)
+        options["custom_operations"] = with_own_formats(base)
     target = SimpleNamespace(
         clip=ErnieTextEncoder, tokenizer=ErnieTokenizer, params={"config": _config(probe, positions, sd)}
     )
@@ -216,33 +234,32 @@ def build_clip(
 
 
 def _config(probe: EncoderProbe, rope: Rope, sd: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {"sizes": probe.sizes, "rope": rope, "lm_head": "model.lm_head.weight" in sd}
+    head = "model.lm_head.weight" in sd
+    return {"sizes": probe.sizes, "rope": rope, "lm_head": head, "label": probe.checkpoint.label}
+
+
+def _dtype(probe: EncoderProbe, sd: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """Return the dtype of the weights that are not quantised."""
+    # A GGUF file has its norms in FP32 whatever the rest is; embeddings in FP32 would double a BF16 file in memory.
+    deciding = "model.embed_tokens.weight" if probe.checkpoint.gguf is not None else "model.norm.weight"
+    return sd[deciding].dtype if sd[deciding].is_floating_point() else torch.float32
 
 
 def _state_dict(probe: EncoderProbe) -> dict[str, torch.Tensor]:
     """Read the encoder's tensors under ComfyUI's names, each quantised layer with its marker."""
-    # (prefix in the file, first part of the name, storage) of the encoder and of its output head.
-    parts: list[tuple[str, tuple[str, ...], Storage]] = [
-        (probe.prefix, ("layers.", "embed_tokens.", "norm."), probe.storage)
-    ]
-    if probe.head_prefix is not None and probe.head_storage is not None:
-        parts.append((probe.head_prefix, ("lm_head.",), probe.head_storage))
-    for _, _, storage in parts:
+    storages = [storage for storage in (probe.storage, probe.head_storage) if storage is not None]
+    for storage in storages:
         require_formats(probe.checkpoint.label, storage.format_counts())
-
-    def new_name(name: str) -> str | None:
-        for prefix, starts, storage in parts:
-            bare = name[len(prefix) :]
-            if name.startswith(prefix) and bare.startswith(starts):
-                unused = bare in storage.drop or bare.endswith((MARKER, ".rotary_emb.inv_freq"))
-                return None if unused else "model." + storage.rename.get(bare, bare)
-        return None
-
-    sd = read_tensors(probe.checkpoint, new_name)
-    for _, _, storage in parts:
+    names = {name: f"model.{new}" for name, new in probe.names.items()}
+    quantised = {f"model.{layer}.weight" for storage in storages for layer in storage.layers}
+    sd = read_tensors(probe.checkpoint, names.get, quantised)
+    if probe.permuted:
+        sd.update({name: unpermute(rows, probe.sizes.head_dim) for name, rows in sd.items() if is_permuted(name)})
+    for storage in storages:
         add_markers(sd, storage, "model.")
     # A head equal to the embeddings is the same tensor written twice (tied); ComfyUI then uses the embeddings.
-    if len(parts) > 1 and not parts[1][2].layers and _same(sd["model.lm_head.weight"], sd["model.embed_tokens.weight"]):
+    head = probe.head_storage
+    if head is not None and not head.layers and _same(sd["model.lm_head.weight"], sd["model.embed_tokens.weight"]):
         del sd["model.lm_head.weight"]
     return sd
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from ..model.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from ..model.foreign import describe
+from ..model.gguf_storage import detect_gguf_storage
 from ..model.shapes import LAYER, check_shapes, count_layers, shape_of
-from ..model.storage import SIDE_TENSORS, Storage, detect_storage, logical_shapes
+from ..model.storage import GGUF, MARKER, SIDE_TENSORS, Storage, detect_storage, logical_shapes
+from . import gguf_config, gguf_names
 
 WHAT = "Ministral-3"
 RELEASED_HIDDEN_SIZE = 3072
@@ -30,9 +32,13 @@ _OTHER_WIDTHS = {
 }
 _SIGNATURE = re.compile(r"^((?:.*\.)?)layers\.\d+\.self_attn\.q_proj\.weight$")
 _VISION = ("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "multi_modal_projector.")
-_SIDE_TENSORS = (*SIDE_TENSORS, ".rotary_emb.inv_freq")
+_INV_FREQ = ".rotary_emb.inv_freq"
+_SIDE_TENSORS = (*SIDE_TENSORS, _INV_FREQ)
+_HEAD = "lm_head.weight"
 # Formats whose embedding rows ComfyUI can look up one by one.
-_EMBEDDING_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+_EMBEDDING_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", GGUF)
+# Where a configuration is from, for messages.
+_CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +78,24 @@ class EncoderProbe:
 
     Args:
         checkpoint: the open checkpoint.
-        prefix: what stands before `layers.N`.
+        names: name in the file -> the encoder's name ("layers.0...", "embed_tokens.weight", "lm_head.weight"), of all
+            tensors that it uses.
+        permuted: the rows of q and k are in llama.cpp's order.
         sizes: the encoder's sizes.
         storage: how its tensors are stored.
-        head_prefix: what stands before `lm_head.weight`; None when the file has no output head of its own.
-        head_storage: how the head is stored.
-        config: the text part of the `config.json` beside it, or {}.
+        head_storage: how the output head is stored; None when the file has none of its own.
+        config: the text part of the `config.json` beside it, or what the metadata of a GGUF file says; {} for neither.
+        config_place: where `config` is from, for messages.
     """
 
     checkpoint: Checkpoint
-    prefix: str
+    names: Mapping[str, str]
+    permuted: bool
     sizes: EncoderSizes
     storage: Storage
-    head_prefix: str | None
     head_storage: Storage | None
     config: Mapping[str, Any]
+    config_place: str
 
     @property
     def title(self) -> str:
@@ -97,53 +106,98 @@ class EncoderProbe:
         return f"Ministral-3 text encoder, {layers} layers, width {width}, {self.storage.title}, {text}"
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Some tensors of a checkpoint, by the names in the file without `prefix`."""
+
+    prefix: str
+    tensors: Mapping[str, TensorInfo]
+    storage: Storage
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the encoder's name -> shape, packed weights counted unpacked."""
+        shapes = logical_shapes(self.tensors, self.storage)
+        return {self.storage.rename.get(name, name): shape for name, shape in shapes.items()}
+
+    def names(self) -> dict[str, str]:
+        """Return the whole name in the file -> the encoder's, of the tensors that are read."""
+        used = (n for n in self.tensors if n not in self.storage.drop and not n.endswith((MARKER, _INV_FREQ)))
+        return {self.prefix + name: self.storage.rename.get(name, name) for name in used}
+
+
 def probe_text_encoder(checkpoint: Checkpoint) -> EncoderProbe:
     """Find the text encoder in a checkpoint and check that it is whole.
 
     Args:
-        checkpoint: an open checkpoint: the encoder alone behind any prefix, with or without a vision part, or an
-            all-in-one file.
+        checkpoint: an open checkpoint: the encoder alone behind any prefix, with or without a vision part, an
+            all-in-one file, or a GGUF file with the names of llama.cpp or of safetensors files.
 
     Raises: CheckpointError when it holds another model, misses tensors, or uses a format that cannot be read.
     """
     label = checkpoint.label
-    prefix = _find_prefix(checkpoint)
-    inside = {n[len(prefix) :]: info for n, info in checkpoint.tensors.items() if n.startswith(prefix)}
-    head_prefix = next((p for p in _ancestors(prefix) if p + "lm_head.weight" in checkpoint.tensors), None)
-    tensors = {n: info for n, info in inside.items() if n.startswith(("layers.", "embed_tokens.", "norm."))}
-    # The marker of old FP8 files stands at the start of the file, before any prefix.
-    old_marker = next(
-        (checkpoint.tensors[p + "scaled_fp8"] for p in _ancestors(prefix) if p + "scaled_fp8" in checkpoint.tensors),
-        None,
-    )
-    _refuse_other_encoders(tensors, label)
-    storage = _storage(checkpoint, tensors, prefix, old_marker)
-    shapes = logical_shapes(tensors, storage)
-    config = _text_config(checkpoint)
-    sizes = _sizes(shapes, config, label)
+    prefix, permuted = _find_prefix(checkpoint)
+    body = _part(checkpoint, prefix, permuted, ("layers.", "embed_tokens.", "norm."))
+    _refuse_other_encoders(body, label)
+    shapes = body.shapes()
+    config, place = _config(checkpoint)
+    sizes = _sizes(shapes, config, label, place)
     check_shapes(sizes.shapes(), shapes, label, WHAT)
-    embedding = storage.layers.get("embed_tokens", {}).get("format")
+    embedding = body.storage.layers.get("embed_tokens", {}).get("format")
     if embedding is not None and embedding not in _EMBEDDING_FORMATS:
         raise CheckpointError(
             f"{label}: the token embeddings are stored as {embedding}, which cannot be looked up row by row; "
             f"allowed are BF16 and {', '.join(_EMBEDDING_FORMATS)}. Use another file."
         )
-    head_storage = _head_storage(checkpoint, head_prefix, sizes, old_marker)
-    return EncoderProbe(checkpoint, prefix, sizes, storage, head_prefix, head_storage, config)
+    head = _head(checkpoint, prefix, permuted)
+    names = body.names()
+    if head is not None:
+        check_shapes([(_HEAD, (sizes.vocab, sizes.hidden))], head.shapes(), label, WHAT)
+        names.update(head.names())
+    return EncoderProbe(checkpoint, names, permuted, sizes, body.storage, head and head.storage, config, place)
 
 
-def _find_prefix(checkpoint: Checkpoint) -> str:
+def _find_prefix(checkpoint: Checkpoint) -> tuple[str, bool]:
+    """Return what stands before the encoder's names, and whether the names are llama.cpp's."""
     label = checkpoint.label
-    found = {m[1] for name in checkpoint.tensors if (m := _SIGNATURE.match(name))}
-    found = sorted(prefix for prefix in found if not any(part in prefix for part in _VISION))
+    hf = {m[1] for name in checkpoint.tensors if (m := _SIGNATURE.match(name))}
+    found = {(prefix, False) for prefix in hf if not any(part in prefix for part in _VISION)}
+    if checkpoint.gguf is not None:
+        llama_cpp = {m[1] for name in checkpoint.tensors if (m := gguf_names.SIGNATURE.match(name))}
+        found |= {(prefix, True) for prefix in llama_cpp if prefix.split(".")[0] not in gguf_names.TOWERS}
     if not found:
-        raise CheckpointError(f"{label}: no Ministral-3 text encoder. {describe(checkpoint.tensors)}")
+        called = f" The file calls itself '{checkpoint.gguf.architecture}'." if checkpoint.gguf else ""
+        raise CheckpointError(f"{label}: no Ministral-3 text encoder. {describe(checkpoint.tensors)}{called}")
     if len(found) > 1:
         raise CheckpointError(
-            f"{label}: {len(found)} language models, behind {' and '.join(repr(p) for p in found[:3])}; one is needed. "
-            "Use a file that holds the text encoder alone."
+            f"{label}: {len(found)} language models, behind {' and '.join(repr(p) for p, _ in sorted(found)[:3])}; one "
+            "is needed. Use a file that holds the text encoder alone."
         )
-    return found[0]
+    return found.pop()
+
+
+def _part(checkpoint: Checkpoint, prefix: str, llama_cpp: bool, starts: tuple[str, ...]) -> _Part:
+    """Return the tensors behind `prefix` whose names, in the encoder's words, start with one of `starts`."""
+    inside = {n[len(prefix) :]: info for n, info in checkpoint.tensors.items() if n.startswith(prefix)}
+    current = gguf_names.encoder_names(inside) if llama_cpp else {name: name for name in inside}
+    current = {name: new for name, new in current.items() if new.startswith(starts)}
+    tensors = {name: inside[name] for name in current}
+    if checkpoint.gguf is not None:
+        rename = {name: new for name, new in current.items() if name != new}
+        return _Part(prefix, tensors, detect_gguf_storage(tensors, rename, expand=lambda name: False))
+    # The marker of old FP8 files stands at the start of the file, before any prefix.
+    markers = (checkpoint.tensors.get(p + "scaled_fp8") for p in _ancestors(prefix))
+    marker = next((info for info in markers if info is not None), None)
+    marked = {**tensors, "scaled_fp8": marker} if marker else tensors
+    return _Part(prefix, tensors, detect_storage(checkpoint, marked, prefix))
+
+
+def _head(checkpoint: Checkpoint, prefix: str, llama_cpp: bool) -> _Part | None:
+    """Return the output head, which may stand before the encoder's prefix; None when the file has none."""
+    for place in (prefix,) if llama_cpp else _ancestors(prefix):
+        part = _part(checkpoint, place, llama_cpp, (f"{_HEAD.partition('.')[0]}.",))
+        if _HEAD in part.shapes():
+            return part
+    return None
 
 
 def _ancestors(prefix: str) -> Iterator[str]:
@@ -154,15 +208,16 @@ def _ancestors(prefix: str) -> Iterator[str]:
     yield ""
 
 
-def _refuse_other_encoders(tensors: Mapping[str, TensorInfo], label: str) -> None:
+def _refuse_other_encoders(part: _Part, label: str) -> None:
     """Raise for a tensor inside a layer that Ministral-3 does not have."""
     names = dict(EncoderSizes(1, 1, 1, 1, 1, 1, 1, 1.0).shapes())
     known = {name.removeprefix("layers.0.").removesuffix(".weight") for name in names}
     old_scales = (".scale_weight", ".scale_input")
-    for name in tensors:
+    for stored in part.tensors:
+        name = part.storage.rename.get(stored, stored)
         inner = LAYER.sub("", name)
         layer, _, kind = inner.rpartition(".")
-        if (kind == "weight" and layer in known) or name.endswith((*_SIDE_TENSORS, *old_scales)):
+        if (kind == "weight" and layer in known) or stored.endswith((*_SIDE_TENSORS, *old_scales)):
             continue
         if ".q_norm." in name or ".k_norm." in name:
             what = "a Qwen3 or Gemma 3 text encoder"
@@ -175,29 +230,18 @@ def _refuse_other_encoders(tensors: Mapping[str, TensorInfo], label: str) -> Non
         else:
             what = "another text encoder, or one in a format that is not known"
         raise CheckpointError(
-            f"{label}: '{name}' is not part of Ministral-3; this looks like {what}. "
+            f"{label}: '{stored}' is not part of Ministral-3; this looks like {what}. "
             "ERNIE-Image needs Ministral-3 3B (ministral-3-3b.safetensors)."
         )
 
 
-def _storage(
-    checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], prefix: str, old_marker: TensorInfo | None
-) -> Storage:
-    return detect_storage(checkpoint, {**tensors, "scaled_fp8": old_marker} if old_marker else tensors, prefix)
-
-
-def _head_storage(
-    checkpoint: Checkpoint, head_prefix: str | None, sizes: EncoderSizes, old_marker: TensorInfo | None
-) -> Storage | None:
-    """Return how the output head is stored. Raises CheckpointError when it does not fit the encoder."""
-    if head_prefix is None:
-        return None
-    start = f"{head_prefix}lm_head."
-    head = {n[len(head_prefix) :]: info for n, info in checkpoint.tensors.items() if n.startswith(start)}
-    storage = _storage(checkpoint, head, head_prefix, old_marker)
-    wanted = [("lm_head.weight", (sizes.vocab, sizes.hidden))]
-    check_shapes(wanted, logical_shapes(head, storage), checkpoint.label, WHAT)
-    return storage
+def _config(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], str]:
+    """Return the model's configuration, and where it is from: a GGUF file's own metadata, else the config.json."""
+    if checkpoint.gguf is not None:
+        config = gguf_config.config_from_gguf(checkpoint.gguf, checkpoint.label)
+        if config:
+            return config, gguf_config.WHERE
+    return _text_config(checkpoint), _CONFIG_FILE
 
 
 def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -209,7 +253,9 @@ def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return text if any(kind in _CONFIG_TYPES for kind in types) else {}
 
 
-def _sizes(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], label: str) -> EncoderSizes:
+def _sizes(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], label: str, place: str
+) -> EncoderSizes:
     vocab, hidden = shape_of(shapes, "embed_tokens.weight", 2, label)
     intermediate, _ = shape_of(shapes, "layers.0.mlp.gate_proj.weight", 2, label)
     query_rows, _ = shape_of(shapes, "layers.0.self_attn.q_proj.weight", 2, label)
@@ -219,42 +265,60 @@ def _sizes(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], lab
             f"{label}: width {hidden}, so this is {_OTHER_WIDTHS[hidden]}. ERNIE-Image needs Ministral-3 3B, "
             f"width {RELEASED_HIDDEN_SIZE} (ministral-3-3b.safetensors)."
         )
-    declared = _config_int(config, "hidden_size", hidden, label)
+    source = f"{label}: {place}"
+    declared = _config_int(config, "hidden_size", hidden, source)
     if declared != hidden:
         raise CheckpointError(
-            f"{label}: the embeddings have width {hidden}, but config.json says hidden_size = {declared}. "
-            "The two are of different models; move the config.json away or download the folder again."
+            f"{label}: the embeddings have width {hidden}, but {place} says hidden_size = {declared}. The two are of "
+            "different models; move the config.json, if there is one, away or download the model again."
         )
-    head_dim = _config_int(config, "head_dim", _DEFAULT_HEAD_DIM, label)
-    heads, kv_heads = query_rows // head_dim, key_rows // head_dim
-    if query_rows % head_dim or key_rows % head_dim or heads % kv_heads or head_dim % 2:
+    head_dim = _head_dim(config, query_rows, key_rows, label, place)
+    eps = config.get("rms_norm_eps", _DEFAULT_EPS)
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise CheckpointError(f"{source} has rms_norm_eps = {eps!r:.40}; a number between 0 and 1 is needed.")
+    layers = _count_layers(shapes, hidden, config, label, place)
+    return EncoderSizes(
+        vocab, hidden, intermediate, layers, query_rows // head_dim, key_rows // head_dim, head_dim, eps
+    )
+
+
+def _head_dim(config: Mapping[str, Any], query_rows: int, key_rows: int, label: str, place: str) -> int:
+    """Return the size of a head. Raises CheckpointError when it does not divide the weights, or other heads are stated."""
+    source = f"{label}: {place}"
+    stated = {name: _config_int(config, name, 0, source) for name in ("num_attention_heads", "num_key_value_heads")}
+    heads = stated["num_attention_heads"]
+    from_heads = query_rows // heads if place == gguf_config.WHERE and heads else 0
+    head_dim = _config_int(config, "head_dim", from_heads or _DEFAULT_HEAD_DIM, source)
+    found = {"num_attention_heads": query_rows // head_dim, "num_key_value_heads": key_rows // head_dim}
+    if query_rows % head_dim or key_rows % head_dim or query_rows % key_rows or head_dim % 2:
         raise CheckpointError(
             f"{label}: {query_rows} query and {key_rows} key rows do not divide into heads of {head_dim}. "
             "If the model has other heads, put its config.json with head_dim into the same folder."
         )
-    eps = config.get("rms_norm_eps", _DEFAULT_EPS)
-    if not isinstance(eps, float) or not 0 < eps < 1:
+    wrong = [name for name, count in stated.items() if count and count != found[name]]
+    if wrong:
         raise CheckpointError(
-            f"{label}: config.json has rms_norm_eps = {eps!r:.40}; a number between 0 and 1 is needed."
+            f"{label}: the weights have {found[wrong[0]]} heads of {head_dim}, but {place} says {wrong[0]} = "
+            f"{stated[wrong[0]]}. The file is damaged or of another model; download it again."
         )
-    layers = _count_layers(shapes, hidden, config, label)
-    return EncoderSizes(vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, eps)
+    return head_dim
 
 
-def _config_int(config: Mapping[str, Any], name: str, default: int, label: str) -> int:
+def _config_int(config: Mapping[str, Any], name: str, default: int, source: str) -> int:
     value = config.get(name)
     if value is None:
         return default
     if type(value) is not int or not 0 < value < 1 << 24:
-        raise CheckpointError(f"{label}: config.json has {name} = {value!r:.40}; a positive whole number is needed.")
+        raise CheckpointError(f"{source} has {name} = {value!r:.40}; a positive whole number is needed.")
     return value
 
 
-def _count_layers(shapes: Mapping[str, tuple[int, ...]], hidden: int, config: Mapping[str, Any], label: str) -> int:
+def _count_layers(
+    shapes: Mapping[str, tuple[int, ...]], hidden: int, config: Mapping[str, Any], label: str, place: str
+) -> int:
     count = count_layers(shapes, label)
-    wanted = _config_int(
-        config, "num_hidden_layers", RELEASED_LAYERS if hidden == RELEASED_HIDDEN_SIZE else count, label
-    )
+    expected = RELEASED_LAYERS if hidden == RELEASED_HIDDEN_SIZE else count
+    wanted = _config_int(config, "num_hidden_layers", expected, f"{label}: {place}")
     if count != wanted or count < _MIN_LAYERS:
         raise CheckpointError(
             f"{label}: {count} layers found; {max(wanted, _MIN_LAYERS)} are needed. The file is incomplete or of "

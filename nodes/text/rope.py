@@ -66,13 +66,14 @@ class Rope:
     yarn: Yarn | None = None
 
 
-def rope_from_config(config: Mapping[str, Any], choice: str, label: str) -> Rope:
+def rope_from_config(config: Mapping[str, Any], choice: str, label: str, where: str = "config.json") -> Rope:
     """Read the rotary positions from a Hugging Face configuration; what it leaves out is as in Ministral-3.
 
     Args:
         config: the text part of a `config.json`, or {}.
         choice: one of ROPE; "comfyui" takes nothing but theta.
         label: the file, for messages.
+        where: where the configuration is from, for messages.
 
     Raises: CheckpointError for a kind of RoPE that is not known, or a number that makes no sense.
     """
@@ -82,30 +83,31 @@ def rope_from_config(config: Mapping[str, Any], choice: str, label: str) -> Rope
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(
-            f"{label}: config.json has RoPE parameters of type {type(found).__name__}; a map is needed."
+            f"{label}: {where} has RoPE parameters of type {type(found).__name__}; a map is needed."
         )
-    theta = _number({**config, **found}, "rope_theta", _DEFAULT_THETA, label, above=1.0)
+    source = f"{label}: {where}"
+    theta = _number({**config, **found}, "rope_theta", _DEFAULT_THETA, source, above=1.0)
     kind = found.get("rope_type", found.get("type", "yarn"))
     if choice == "comfyui" or kind == "default":
         return Rope(theta)
     if kind != "yarn":
         raise CheckpointError(
-            f"{label}: config.json asks for RoPE of type '{kind}'; 'yarn' and 'default' are known. "
+            f"{label}: {where} asks for RoPE of type '{kind}'; 'yarn' and 'default' are known. "
             "Set rope to 'comfyui' for plain RoPE, or use the config.json of Ministral-3."
         )
     base = Yarn()
     numbers = {
-        name: _number(found, name, getattr(base, name), label, above=0.0)
+        name: _number(found, name, getattr(base, name), source, above=0.0)
         for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
     }
-    scale = _attention_scale(found, numbers["factor"], label)
+    scale = _attention_scale(found, numbers["factor"], source)
     return Rope(theta, Yarn(**numbers, attention_scale=scale, truncate=bool(found.get("truncate", True))))
 
 
-def _attention_scale(found: Mapping[str, Any], factor: float, label: str) -> float:
+def _attention_scale(found: Mapping[str, Any], factor: float, source: str) -> float:
     """Return the factor on cos and sin: as stated, or from the two `mscale` numbers (equal in Ministral-3: 1)."""
     if found.get("attention_factor") is not None:
-        return _number(found, "attention_factor", 1.0, label, above=0.0)
+        return _number(found, "attention_factor", 1.0, source, above=0.0)
     if "factor" not in found:  # nothing of YaRN is stated: Ministral-3's own numbers, with equal mscale
         return 1.0
 
@@ -113,17 +115,17 @@ def _attention_scale(found: Mapping[str, Any], factor: float, label: str) -> flo
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if found.get("mscale") and found.get("mscale_all_dim"):
-        mscale, all_dim = (_number(found, name, 1.0, label, above=0.0) for name in ("mscale", "mscale_all_dim"))
+        mscale, all_dim = (_number(found, name, 1.0, source, above=0.0) for name in ("mscale", "mscale_all_dim"))
         return growth(mscale) / growth(all_dim)
     return growth(1.0)
 
 
-def _number(found: Mapping[str, Any], name: str, default: float, label: str, above: float) -> float:
+def _number(found: Mapping[str, Any], name: str, default: float, source: str, above: float) -> float:
     value = found.get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < 1e12:
-        raise CheckpointError(f"{label}: config.json has {name} = {value!r:.40}; a number above {above:g} is needed.")
+        raise CheckpointError(f"{source} has {name} = {value!r:.40}; a number above {above:g} is needed.")
     return float(value)
 
 

@@ -31,9 +31,9 @@ CACHE_FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 # Part of the cached file's name: raise it when the tokenizer built from the same data changes.
 _BUILD = b"1"
-_MAX_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
 # Bounds the work per token, which grows with the square of its length; published vocabularies stay far below.
-_MAX_TOKEN_BYTES = 1024
+MAX_TOKEN_BYTES = 1024
 # What the published tekken files state; used where a converter left the field out.
 _DEFAULT_VOCAB_SIZE = 131072
 # The pre-split of transformers' converter, used where the file has no pattern of its own.
@@ -108,16 +108,32 @@ class Tekken:
     def tokenizer(self, vocab: dict[str, int]) -> Tokenizer:
         """Build the token model. Raises plain Exception, as the library does, when the parts do not fit."""
         merges = list(zip(self.merges[::2], self.merges[1::2], strict=True))
-        tokenizer = Tokenizer(BPE(vocab, merges, fuse_unk=False, ignore_merges=True))
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(self.pattern), behavior="isolated", invert=False),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens(list(self.specials))
-        return tokenizer
+        return byte_level_bpe(vocab, merges, self.specials, self.pattern)
+
+
+def byte_level_bpe(
+    vocab: dict[str, int], merges: list[tuple[str, str]], specials: Sequence[str], pattern: str
+) -> Tokenizer:
+    """Build a byte-level BPE model as Mistral's are.
+
+    Args:
+        vocab: token text -> id, bytes written as their letters, special tokens as they are.
+        merges: the pairs of tokens to join, the first to be joined first.
+        specials: the tokens that are found in a text before it is split.
+        pattern: the regular expression that splits a text before any merging.
+
+    Raises: plain Exception, as the library does, when the parts do not fit.
+    """
+    tokenizer = Tokenizer(BPE(vocab, merges, fuse_unk=False, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(specials))
+    return tokenizer
 
 
 def tokenizer_from_tekken(data: bytes, label: str) -> TextTokenizer:
@@ -174,7 +190,7 @@ def parse_tekken(data: bytes, label: str) -> Tekken:
     specials = _specials(entries, _count(config, "default_num_special_tokens", 0, label), label)
     size = _count(config, "default_vocab_size", min(len(specials) + len(vocab), _DEFAULT_VOCAB_SIZE), label)
     tokens = _tokens(vocab, size - len(specials), label)
-    return Tekken(specials, tokens, _merges(tokens), pattern)
+    return Tekken(specials, tokens, merges_of(tokens), pattern)
 
 
 def _field(document: Mapping[str, Any], name: str, kind: type, default: Any, label: str) -> Any:
@@ -191,9 +207,9 @@ def _field(document: Mapping[str, Any], name: str, kind: type, default: Any, lab
 
 def _count(config: Mapping[str, Any], name: str, default: int, label: str) -> int:
     value = config.get(name, default)
-    if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
+    if type(value) is not int or not 0 <= value <= MAX_TOKENS:
         raise CheckpointError(
-            f"{label}: the tokenizer's '{name}' is {value!r:.40}; a number up to {_MAX_TOKENS:,} is needed."
+            f"{label}: the tokenizer's '{name}' is {value!r:.40}; a number up to {MAX_TOKENS:,} is needed."
         )
     return value
 
@@ -243,8 +259,8 @@ def _tokens(vocab: list[Any], limit: int, label: str) -> tuple[str, ...]:
         problem = "a token is there twice"
     elif not known.issuperset(letters):
         problem = "not every single byte is a token, so some text could not be written"
-    elif max(map(len, tokens)) > _MAX_TOKEN_BYTES:
-        problem = f"a token has more than {_MAX_TOKEN_BYTES} bytes"
+    elif max(map(len, tokens)) > MAX_TOKEN_BYTES:
+        problem = f"a token has more than {MAX_TOKEN_BYTES} bytes"
     if problem:
         raise CheckpointError(f"{label}: the tokenizer's vocabulary is damaged: {problem}. Download it again.")
     return tokens
@@ -257,8 +273,8 @@ def byte_letters() -> str:
     return "".join(chr(byte if byte in visible else next(others)) for byte in range(256))
 
 
-def _merges(tokens: Sequence[str]) -> list[str]:
-    """Return the merges of a vocabulary; the splits of one token are ordered by the rank of their left part."""
+def merges_of(tokens: Sequence[str]) -> list[str]:
+    """Return the merges of a vocabulary as left, right, left, right, ...; the splits of one token are ordered by the rank of their left part."""
     rank = {token: index for index, token in enumerate(tokens)}
     merges: list[str] = []
     for token in tokens:
