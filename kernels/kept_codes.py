@@ -17,15 +17,19 @@ from .rounding import (
     E2M1,
     E4M3,
     E5M2,
+    NEAREST,
     SmallFloat,
     ceil_log2,
+    change_threshold,
     make_generator,
     power_of_two,
     round_integer,
     round_small_float,
+    upwards,
 )
 
 TILE = 128  # rows of a tile of the tensor cores' block scales: whole tiles are contiguous
+_SAMPLES = 8  # tiles of rows from which the threshold of a weight is found
 _CHUNK = 1 << 22  # weights at a time: ten float32 temporaries of that size are 168 MB
 
 
@@ -44,9 +48,9 @@ class Codes:
     slack: float = 0.0
     kind: SmallFloat | None = None
 
-    def rounded(self, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the codes, float32, for `target`, float32 in units of the scale."""
-        codes = round_small_float(target, self.kind, generator) if self.kind else round_integer(target, generator)
+    def rounded(self, target: Tensor, up: Tensor | float = NEAREST) -> Tensor:
+        """Return the codes, float32, for `target`, float32 in units of the scale; `up` as in `rounding.round_integer`."""
+        codes = round_small_float(target, self.kind, up) if self.kind else round_integer(target, up)
         return codes.clamp_(self.low, self.high)
 
 
@@ -105,6 +109,7 @@ def store(
             value, change = (part.reshape(1, 1, -1) for part in read(chunk))
             peak = torch.maximum(peak, _peaks(value, change, present, codes))
         scales = _new_scales(peak, present, raised, scale.dtype, generator)
+    threshold = _threshold(rows, read, present, codes) if seed else torch.full_like(present.flatten()[0], NEAREST)
     out = torch.empty_like(qdata, memory_format=torch.contiguous_format)
     new: list[Tensor] = []
     for chunk in chunks:
@@ -113,7 +118,7 @@ def store(
             peak = _peaks(value, change, present[chunk], codes)
             scales = _new_scales(peak, present[chunk], raised, scale.dtype, generator)
             new.append(scales.new)
-        out[chunk] = pack(_codes(value, change, scales, codes, generator).flatten(1))
+        out[chunk] = pack(_codes(value, change, scales, codes, threshold).flatten(1))
     return out, (scales.new if whole else torch.cat(new)).to(scale.dtype).reshape(scale.shape)
 
 
@@ -153,12 +158,30 @@ def _new_scales(
     return _Scales(present, torch.where(peak > 0, new.to(dtype).float(), present), peak, top)
 
 
-def _codes(value: Tensor, change: Tensor, scales: _Scales, codes: Codes, generator: torch.Generator | None) -> Tensor:
+def _threshold(rows: int, read: Read, present: Tensor, codes: Codes) -> Tensor:
+    """Return the threshold, float32 (), for a weight, found on tiles of rows spread over it."""
+    starts = range(0, rows, max(1, -(-rows // TILE // _SAMPLES)) * TILE)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for start in starts:
+        tile = slice(start, min(start + TILE, rows))
+        value, change = (part.reshape(len(part), present.shape[1], -1) for part in read(tile))
+        scale = (present if len(present) == 1 else present[tile]).unsqueeze(-1).expand_as(value)
+        parts.append((value, change, scale))
+    value, change, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    target = value + change / torch.where(scale == 0, 1.0, scale)
+
+    def stored(threshold: Tensor) -> Tensor:
+        return (codes.rounded(target, upwards(change, threshold)) - value) * scale
+
+    return change_threshold(stored, change)
+
+
+def _codes(value: Tensor, change: Tensor, scales: _Scales, codes: Codes, threshold: Tensor) -> Tensor:
     """Return the codes, float32 (rows, G, W), of weights that have the codes `value` and change by `change`."""
     scale = scales.present.unsqueeze(-1)
     # The code is not computed from the weight: that is exact only up to the last bits of float32.
     target = value + change / torch.where(scale == 0, 1.0, scale)
-    out = torch.where((change == 0) | (scale == 0), value, codes.rounded(target, generator))
+    out = torch.where((change == 0) | (scale == 0), value, codes.rounded(target, upwards(change, threshold)))
     raised = (scales.new != scales.present).expand(value.shape[:2])
     if raised.any():
         present, new, peak, top = (t.expand(value.shape[:2])[raised].unsqueeze(-1) for t in scales)
@@ -166,5 +189,5 @@ def _codes(value: Tensor, change: Tensor, scales: _Scales, codes: Codes, generat
         size = weights.abs()
         stretched = top + (size - top) * ((new * codes.high - top) / (peak - top))
         target = torch.where(size > top, stretched, size).copysign(weights) / new
-        out[raised] = codes.rounded(target, generator)
+        out[raised] = codes.rounded(target)
     return out

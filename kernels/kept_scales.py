@@ -7,15 +7,15 @@ A group of weights (a tensor, a row or a block) gets another scale where a weigh
 - FP8 and MXFP8: the scale is doubled as often as needed. Codes halve, which floats store exactly (but for the subnormals).
 - INT8 and INT4: the scale becomes what the quantiser of comfy-kitchen would choose, and the group is rounded anew. As that
   costs far more than a small excess, a weight less than one code beyond the end is stored at the end: its error stays below
-  one step, as that of every stochastically rounded weight.
+  one step.
 - NVFP4: one weight in nine is at the end of its block, so that to cut the excess would weaken every LoRA (measured: by 5 %).
   The block scale that is needed is rounded stochastically to E4M3, so that most blocks stay and the mean is right.
 
 Each function compares `x` with the weight as comfy-kitchen dequantises it in the dtype of `x`, and stores the difference. So
 the precision in which the weight was read is no change of the weight.
 
-Symbols: O, I features of the weight; R, C rows and columns as stored, with padding; G groups of a row. `seed` above 0 rounds
-stochastically, 0 or None to nearest. `x` is a finite float weight (O, I) on the device of `qdata`; float32 is computed. The
+Symbols: O, I features of the weight; R, C rows and columns as stored, with padding; G groups of a row. `seed` above 0 keeps
+small changes, 0 or None rounds to nearest. `x` is a finite float weight (O, I) on the device of `qdata`; float32 is computed. The
 results are new tensors with the shapes and dtypes of the arguments.
 """
 
@@ -167,9 +167,10 @@ def requantize_nvfp4(
     def raised(peak: Tensor, _: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         # comfy-kitchen, quantize_nvfp4: amax / 6 / global scale, rounded to E4M3.
         needed = peak / E2M1.maximum / total
-        blocks = round_small_float(needed, E4M3, generator)
         if generator is None:
-            return blocks * total, peak
+            return round_small_float(needed, E4M3) * total, peak
+        chance = torch.rand(needed.shape, generator=generator, device=needed.device)
+        blocks = round_small_float(needed, E4M3, chance)
         # The bytes of positive E4M3 numbers have the order of the numbers.
         below = (blocks.to(torch.float8_e4m3fn).view(torch.uint8) - 1).view(torch.float8_e4m3fn).float()
         return blocks * total, torch.where(blocks > needed, below * (total * E2M1.maximum), peak)

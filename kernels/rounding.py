@@ -1,12 +1,14 @@
-"""Stochastic and nearest rounding of float32 to whole numbers and to the grids of small floats.
+"""Rounding of float32 to whole numbers and to the grids of small floats, as often upwards as a change needs.
 
-Stochastic rounding goes to one of the two neighbours with a probability proportional to the nearness, so that its expected
-value is the number itself (Croci et al., "Stochastic rounding: implementation, error analysis and applications", 2022).
-A number on the grid stays, whatever the random numbers are.
+A weight on the grid that changes by less than half a step falls back to where it was when it is rounded to nearest, and a small change of
+all weights is lost. Here a weight moves on when it has gone more than a threshold towards the next number, and the threshold is chosen so
+that the stored change, projected on the wanted one, has its length. At 0.5 that is rounding to nearest. Stochastic rounding keeps small
+changes too, but with an error up to 1.6 times as large (measured on the tiny checkpoint's weights).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,27 +38,60 @@ E4M3 = SmallFloat(3, -6, 448.0)
 E5M2 = SmallFloat(2, -14, 57344.0)
 
 
+NEAREST = 0.5
+_BISECTIONS = 12
+
+
 def make_generator(seed: int | None, device: torch.device) -> torch.Generator | None:
-    """Return a generator on `device` for a seed above 0; None, which means rounding to nearest, for 0 and None."""
+    """Return a generator on `device` for a seed above 0; None for 0 and None."""
     return torch.Generator(device).manual_seed(seed) if seed else None
 
 
-def round_integer(x: Tensor, generator: torch.Generator | None) -> Tensor:
+def upwards(change: Tensor, threshold: Tensor | float) -> Tensor:
+    """Return what is added to a number before its fraction is cut off, float32 of the shape of `change`.
+
+    Args:
+        change: how far each weight moves, in any unit; only the sign counts.
+        threshold: share of a step that a weight must go in its direction to arrive at the next number, above 0 and up to 0.5.
+    """
+    return torch.where(change > 0, 1.0 - threshold, threshold + torch.zeros_like(change))
+
+
+def change_threshold(stored: Callable[[Tensor], Tensor], change: Tensor) -> Tensor:
+    """Return the threshold, float32 (), with which the stored change has the length of the wanted one along it.
+
+    Args:
+        stored: gives the change that weights get, like `change`, when they are rounded with a threshold.
+        change: the wanted change of weights, float32.
+    """
+    wanted = change.square().sum()
+    # Not 0: a weight that arrives exactly at a number must stay there.
+    low, high = wanted.new_full((), 1e-4), wanted.new_full((), NEAREST)
+
+    def along(threshold: Tensor) -> Tensor:
+        return (stored(threshold) * change).sum()
+
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        more = along(middle) > wanted  # a lower threshold moves more weights
+        low, high = torch.where(more, middle, low), torch.where(more, high, middle)
+    return torch.where((along(low) - wanted).abs() < (along(high) - wanted).abs(), low, high)
+
+
+def round_integer(x: Tensor, up: Tensor | float = NEAREST) -> Tensor:
     """Round to whole numbers.
 
     Args:
         x: float32, any shape.
-        generator: rounds stochastically; None: to nearest, halves to even.
+        up: added before the fraction is cut off; see `upwards`. 0.5 rounds to nearest.
 
     Returns:
         float32 of the shape of `x`.
     """
-    if generator is None:
-        return x.round()
-    return torch.rand(x.shape, generator=generator, device=x.device).add_(x).floor_()
+    return (x + up).floor_()
 
 
-def round_small_float(x: Tensor, grid: SmallFloat, generator: torch.Generator | None) -> Tensor:
+def round_small_float(x: Tensor, grid: SmallFloat, up: Tensor | float = NEAREST) -> Tensor:
     """Round to numbers of a small float format; beyond its range, to its largest number.
 
     The step of the grid at `x` is 2^(e - mantissa_bits), with e the exponent of `x`, or of the smallest normal number if
@@ -65,7 +100,7 @@ def round_small_float(x: Tensor, grid: SmallFloat, generator: torch.Generator | 
     Args:
         x: float32, any shape.
         grid: the format.
-        generator: rounds stochastically; None: to nearest, halves to even.
+        up: added, in steps, before the fraction is cut off; see `upwards`.
 
     Returns:
         float32 of the shape of `x`, exactly representable in the format.
@@ -73,7 +108,7 @@ def round_small_float(x: Tensor, grid: SmallFloat, generator: torch.Generator | 
     exponent = (x.abs().view(torch.int32) >> _MANTISSA_BITS) - _BIAS
     step = power_of_two(exponent.clamp_(min=grid.min_exponent) - grid.mantissa_bits)
     # Dividing and multiplying by a power of two changes no bit of the mantissa.
-    return round_integer(x / step, generator).mul_(step).clamp_(-grid.maximum, grid.maximum)
+    return round_integer(x / step, up).mul_(step).clamp_(-grid.maximum, grid.maximum)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

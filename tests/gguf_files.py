@@ -34,7 +34,7 @@ def stored(tensor: torch.Tensor, qtype: str) -> np.ndarray:
 def write_gguf(
     path: Path,
     sd: Mapping[str, torch.Tensor],
-    type_of: Callable[[str], str] = block_linears_as("Q8_0"),
+    type_of: Callable[[str], str] | None = None,
     architecture: str | None = "wan",
     fields: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -43,7 +43,7 @@ def write_gguf(
     Args:
         path: the file; its folder is made.
         sd: name in the file -> tensor.
-        type_of: name -> GGUF type.
+        type_of: name -> GGUF type; default: Q8_0 for the blocks' linear layers.
         architecture: `general.architecture`; None leaves it out, as sd.cpp does.
         fields: more key-value data, from python numbers, texts and lists.
     """
@@ -55,7 +55,7 @@ def write_gguf(
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(key, value)
     for name, tensor in sd.items():
-        qtype = type_of(name)
+        qtype = (type_of or block_linears_as("Q8_0"))(name)
         data = stored(tensor, qtype)
         raw = None if qtype in ("F32", "F16") else gguf.GGMLQuantizationType[qtype]
         writer.add_tensor(name, data, raw_dtype=raw)

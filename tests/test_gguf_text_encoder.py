@@ -123,6 +123,17 @@ def test_quantised_embeddings_are_those_of_the_rounded_weights(models, sd, wante
     assert cosine(ours, wanted) > least
 
 
+@pytest.mark.parametrize("embedding", ["F16", "BF16", "Q6_K"])
+def test_types_may_be_mixed(models, sd, wanted, embedding):  # as in every published file
+    types = {"token_embd": embedding, "attn_v": "Q6_K", "attn_k": "BF16", "ffn_down": "F16", "output.": "Q6_K"}
+    head = {"output.weight": sd["model.embed_tokens.weight"].clone()}
+    write_gguf_encoder(models / "text_encoders" / NAME, sd, "Q8_0", types=types, more=head)
+    clip = load()
+    assert cosine(embed(clip, TEXT), wanted) > 0.995
+    assert len(generated(clip, 2)) == 2
+    assert "mixed: GGUF Q8_0, GGUF Q6_K" in Loader.execute(NAME, "auto", "yarn").args[1]
+
+
 def test_rows_that_were_not_sorted_back_give_other_embeddings(models, sd, wanted, monkeypatch):  # U13: the test above can fail
     write_gguf_encoder(models / "text_encoders" / NAME, sd)
     monkeypatch.setattr("ernie_fast.nodes.text.encoder.unpermute", lambda rows, head_dim: rows)
@@ -290,13 +301,14 @@ def test_name_of_the_split_and_unused_tokens_do_not_matter():  # U14: names vary
 
 
 @pytest.mark.slow
-def test_full_vocabulary_is_built_in_under_two_seconds(tmp_path, record_property):
+def test_full_vocabulary_is_built_in_a_second(tmp_path, record_property):
     fields = vocabulary_fields(tekken(size=131072, specials=1000))
     file = write_gguf(tmp_path / "v.gguf", {}, fields=fields)
     start = time.process_time()  # of this process alone: other work on the machine does not count
     assert tokenizer_from_gguf(file, "full").size == 131072
-    record_property("seconds", time.process_time() - start)
-    assert time.process_time() - start < 1.5
+    seconds = time.process_time() - start
+    record_property("seconds", seconds)
+    assert seconds < 1.5
 
 
 V = "tokenizer.ggml."

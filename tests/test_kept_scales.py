@@ -10,7 +10,7 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy_kitchen.float_utils import from_blocked, to_blocked
 from ernie_fast.kernels import kept_scales
-from ernie_fast.kernels.rounding import E2M1, E4M3, E5M2, ceil_log2, make_generator, power_of_two, round_small_float
+from ernie_fast.kernels.rounding import E2M1, E4M3, E5M2, ceil_log2, power_of_two, round_small_float, upwards
 
 CONVROT = {"per_channel": True, "convrot": True, "convrot_groupsize": 256}
 # name -> ComfyUI's word for the format, and the options of its quantiser.
@@ -114,19 +114,15 @@ def test_results_are_new_tensors_like_the_arguments(name, shape):
         assert torch.equal(tensors(weight)[key], before[key])
 
 
+@pytest.mark.parametrize("size", [0.1, 0.5])
 @pytest.mark.parametrize("name", FORMATS)
-def test_mean_over_seeds_is_the_change(name):
-    w = random_weight((32, 256))
+def test_small_changes_survive(name, size):
+    w = random_weight((128, 256))
     weight = quantised(name, w)
     old = weight.dequantize()
-    delta = low_rank((32, 256), 0.5 * rms(old - w))
-    mean = torch.zeros_like(delta)
-    for seed in range(1, 201):
-        mean += (stored(weight, old + delta, seed).dequantize() - old) / 200
-    gain = (mean * delta).sum() / delta.pow(2).sum()
-    assert gain == pytest.approx(1.0, abs=0.03)
-    # What is left is the noise of 200 roundings, also where the change points beyond the range.
-    assert rms(mean - delta) < 0.1 * rms(old - w)
+    delta = low_rank((128, 256), size * rms(old - w))
+    change = stored(weight, old + delta, 1).dequantize() - old
+    assert (change * delta).sum() / delta.pow(2).sum() == pytest.approx(1.0, abs=0.1)
 
 
 def noises(weight: QuantizedTensor, x: torch.Tensor) -> tuple[float, float]:
@@ -334,13 +330,6 @@ def test_padding_keeps_its_bytes():
     assert not torch.equal(after, plain)
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_others():
-    weight = quantised("int8_rows", random_weight())
-    x = weight.dequantize() + low_rank((64, 256), 1e-4)
-    assert_same(stored(weight, x, 5), stored(weight, x, 5))
-    assert not torch.equal(stored(weight, x, 5)._qdata, stored(weight, x, 6)._qdata)
-
-
 def test_chunks_do_not_change_the_result(monkeypatch):
     for name in FORMATS:
         weight = quantised(name, random_weight((300, 256)))
@@ -367,21 +356,17 @@ def test_arguments_that_do_not_fit_are_refused():
 def test_small_float_rounding_keeps_the_grid_and_agrees_with_torch(dtype, grid):
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     values = values[values.isfinite()]
-    for seed in (0, 1, 2):
-        assert torch.equal(round_small_float(values, grid, make_generator(seed, values.device)), values)
+    for up in (0.0, 0.3, 0.5, 0.99):
+        assert torch.equal(round_small_float(values, grid, up), values)
     x = torch.randn(10000) * torch.exp2(torch.randint(-20, 8, (10000,)).float())
     nearest = x.clamp(-grid.maximum, grid.maximum).to(dtype).float()
-    assert torch.equal(round_small_float(x, grid, None), nearest)
+    assert torch.equal(round_small_float(x, grid), nearest)
 
 
-@pytest.mark.parametrize("x", [0.3, -0.7, 2.2, -5.9, 3.9, 0.0])
-def test_small_float_rounding_goes_to_a_neighbour_in_proportion(x):
-    grid = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    grid = torch.cat([-grid.flip(0), grid[1:]])
-    out = round_small_float(torch.full((40000,), x), E2M1, make_generator(3, torch.device("cpu")))
-    below, above = grid[grid <= x].max(), grid[grid >= x].min()
-    assert set(out.unique().tolist()) == {below.item(), above.item()}
-    assert out.mean().item() == pytest.approx(x, abs=0.03)
+@pytest.mark.parametrize(("x", "threshold", "wanted"), [(0.3, 0.5, 0.5), (0.3, 0.7, 0.0), (2.2, 0.1, 3.0), (2.2, 0.3, 2.0)])
+def test_a_weight_arrives_when_it_has_gone_more_than_the_threshold(x, threshold, wanted):
+    x = torch.tensor([x, -x])
+    assert torch.equal(round_small_float(x, E2M1, upwards(x, threshold)), torch.tensor([wanted, -wanted]))
 
 
 def test_powers_of_two_are_exact():

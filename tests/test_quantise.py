@@ -134,7 +134,7 @@ def test_unusable_keep_is_the_same_error_before_and_at_the_run(models, sd, keep)
     message = ErnieFastModelLoader.validate_inputs(unet_name="m.safetensors", weight_format="fp8", keep_16bit=keep)
     assert isinstance(message, str)
     assert "keep_16bit" in message
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="keep_16bit") as caught:
         ErnieFastModelLoader.execute("m.safetensors", "auto", "fp8", keep)
     assert str(caught.value) == message
 

@@ -191,6 +191,7 @@ def write_gguf_encoder(
     architecture: str | None = "mistral3",
     fields: dict[str, Any] | None = None,
     more: dict[str, torch.Tensor] | None = None,
+    types: dict[str, str] | None = None,
 ) -> Path:
     """Write a text encoder as llama.cpp does: its names, sorted q and k rows, vectors in FP32, its metadata, a vocabulary.
 
@@ -202,8 +203,15 @@ def write_gguf_encoder(
         architecture: `general.architecture`; None leaves it out.
         fields: changes to the key-value data; None as a value leaves a key out.
         more: more tensors, by their name in the file.
+        types: part of a name -> another type than `qtype`.
     """
     tensors = {**llama_cpp_state_dict(sd), **(more or {})}
     stated = {**encoder_fields(sd), **vocabulary_fields(document or tekken()), **(fields or {})}
     stated = {key: value for key, value in stated.items() if value is not None}
-    return write_gguf(path, tensors, lambda name: qtype if tensors[name].dim() > 1 else "F32", architecture, stated)
+
+    def type_of(name: str) -> str:
+        if tensors[name].dim() == 1:
+            return "F32"
+        return next((other for part, other in (types or {}).items() if part in name), qtype)
+
+    return write_gguf(path, tensors, type_of, architecture, stated)

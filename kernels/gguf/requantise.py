@@ -1,8 +1,8 @@
 """New codes for a GGUF weight on the grid it has: a change is added without moving any scale.
 
 A weight that is encoded anew from its decoded values loses as much as at its first encoding, because the encoder finds other
-scales. With the scales kept, a weight that does not change stays as it is bit for bit, and a change smaller than a step of
-the grid survives on average, because the code is rounded up with the probability of the fraction.
+scales. With the scales kept, a weight that does not change stays as it is bit for bit, and the threshold of `rounding.py` keeps changes
+that are smaller than a step of the grid.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..rounding import NEAREST, change_threshold, upwards
 from .fields import LAYOUTS, Grid, codebook, grid, with_codes
 from .fields_iq import VECTOR_LAYOUTS, magnitudes
 from .qtypes import QTYPES
 
+_SAMPLE = 1 << 20  # weights from which the threshold is found
 CHUNK = 1 << 21  # weights at a time: ten float32 temporaries of that size are 84 MB
 _DISTANCES = 1 << 25  # distances at a time: 134 MB
 
@@ -27,7 +29,7 @@ def requantize(data: Tensor, qtype: str, x: Tensor, seed: int | None = 0) -> Ten
     Args:
         data: uint8 (rows, row_bytes), blocks of the type `qtype`.
         x: float (rows, columns) on the device of `data`; a NaN leaves its code as it is.
-        seed: above 0, round stochastically, so that the expected value is `x`; 0 or None, round to nearest.
+        seed: above 0, keep small changes; 0 or None, round to nearest.
 
     Returns:
         uint8 of the shape of `data`.
@@ -46,35 +48,54 @@ def requantize(data: Tensor, qtype: str, x: Tensor, seed: int | None = 0) -> Ten
         raise ValueError(
             f"x must be float {shape} for {qtype} data {tuple(data.shape)}, not {x.dtype} {tuple(x.shape)}"
         )
-    generator = torch.Generator(data.device).manual_seed(seed) if seed else None
-    encode = round_linear if qtype in LAYOUTS else _nearest_vectors
+    threshold = _threshold(data, qtype, x) if seed and qtype in LAYOUTS else torch.full((), NEAREST, device=data.device)
     out = torch.empty_like(data, memory_format=torch.contiguous_format)
     step = max(1, CHUNK // max(1, shape[1]))
     for i in range(0, len(data), step):
         blocks = data[i : i + step].reshape(-1, kind.type_size)
         weights = x[i : i + step].detach().float().reshape(-1, kind.block_size)
-        out[i : i + step] = encode(qtype, blocks, weights, generator).view(-1, data.shape[1])
+        new = round_linear(qtype, blocks, weights, threshold) if qtype in LAYOUTS else _nearest_vectors(qtype, blocks, weights)
+        out[i : i + step] = new.view(-1, data.shape[1])
     return out
 
 
-def round_linear(qtype: str, blocks: Tensor, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def _threshold(data: Tensor, qtype: str, x: Tensor) -> Tensor:
+    """Return the threshold, float32 (), for a weight, found on rows spread over it."""
+    kind = QTYPES[qtype]
+    rows = slice(None, None, max(1, x.numel() // _SAMPLE))
+    present = grid(qtype, data[rows].reshape(-1, kind.type_size))
+    wanted = x[rows].detach().float().reshape(present.codes.shape)
+    levels = codebook(x.device)[present.codes.int()] if LAYOUTS[qtype].codebook else present.codes
+    change = torch.nan_to_num(wanted - (present.scale * levels + present.offset), 0.0, 0.0, 0.0)
+
+    def stored(threshold: Tensor) -> Tensor:
+        codes = _rounded(qtype, present, wanted, threshold)
+        return (codebook(x.device)[codes.int()] - levels if LAYOUTS[qtype].codebook else codes - levels) * present.scale
+
+    return change_threshold(stored, change)
+
+
+def round_linear(qtype: str, blocks: Tensor, x: Tensor, threshold: Tensor | float = NEAREST) -> Tensor:
     """Return a copy of `blocks` whose codes are the roundings of `x` on its grid; see `requantize`.
 
     Args:
         blocks: uint8 (N, type_size) of the linear type `qtype`.
         x: float32 (N, block_size).
-        generator: rounds stochastically; None: to nearest.
+        threshold: see `rounding.upwards`; 0.5 rounds to nearest.
     """
-    layout = LAYOUTS[qtype]
     present = grid(qtype, blocks)
-    x = x.view(present.codes.shape)
+    return with_codes(qtype, blocks, _rounded(qtype, present, x.view(present.codes.shape), threshold))
+
+
+def _rounded(qtype: str, present: Grid, x: Tensor, threshold: Tensor | float) -> Tensor:
+    """Return the codes of `x`, of the shape of the present ones, on the present grid."""
+    layout = LAYOUTS[qtype]
     if layout.codebook:
-        codes = _codebook_codes(present, x, generator)
+        codes = _codebook_codes(present, x, threshold)
     else:
         move = _move(present, present.codes, x)
-        codes = present.codes + (move.round() if generator is None else (move + _uniform(move, generator)).floor())
-        codes = codes.clamp(layout.lowest, layout.highest)
-    return with_codes(qtype, blocks, torch.where(present.scale == 0, present.codes, codes))
+        codes = (present.codes + (move + upwards(move, threshold)).floor()).clamp(layout.lowest, layout.highest)
+    return torch.where(present.scale == 0, present.codes, codes)
 
 
 def _move(present: Grid, levels: Tensor, x: Tensor) -> Tensor:
@@ -87,27 +108,23 @@ def _move(present: Grid, levels: Tensor, x: Tensor) -> Tensor:
     return torch.where(move.isnan() | (present.scale == 0), 0.0, move)
 
 
-def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.rand(like.shape, generator=generator, device=like.device)
-
-
-def _codebook_codes(present: Grid, x: Tensor, generator: torch.Generator | None) -> Tensor:
+def _codebook_codes(present: Grid, x: Tensor, threshold: Tensor | float) -> Tensor:
     """Return int16 codes of `x` among the two codebook levels around it."""
     book = codebook(x.device)
     levels = book[present.codes.int()]
-    target = levels + _move(present, levels, x)
+    move = _move(present, levels, x)
+    target = levels + move
     below = (torch.bucketize(target, book, right=True) - 1).clamp_(0, len(book) - 2)
     part = (target - book[below]) / (book[below + 1] - book[below])
-    above = part > (0.5 if generator is None else _uniform(part, generator))
+    above = part + upwards(move, threshold) >= 1
     return (below + above).short()
 
 
-def _nearest_vectors(qtype: str, blocks: Tensor, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def _nearest_vectors(qtype: str, blocks: Tensor, x: Tensor) -> Tensor:
     """Return a copy of `blocks`, uint8 (N, type_size) of an IQ2 or IQ3 type, with the signs and entries nearest to `x`.
 
     Args:
         x: float32 (N, 256).
-        generator: unused: the tables are too sparse for a choice between two neighbours.
     """
     layout = VECTOR_LAYOUTS[qtype]
     table = magnitudes(qtype, x.device)

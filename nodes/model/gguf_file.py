@@ -167,11 +167,27 @@ class _Reader:
             raise GGUFError(f"a field has the unknown type {kind}. The file is damaged; download it again.")
         item, count = self._number("I"), self._count(_MAX_ARRAY, "items of an array")
         if item == _STRING:
-            return [self._string(_MAX_STRING_BYTES) for _ in range(count)]
+            return self._texts(count)
         if item not in _SCALARS:
             raise GGUFError(f"an array has items of type {item}, which is not read. Download the file again.")
         layout = f"<{count}{_SCALARS[item]}"
         return list(struct.unpack(layout, self._bytes(struct.calcsize(layout))))
+
+    def _texts(self, count: int) -> list[str]:
+        """Read an array of texts as `_string` does, in half the time: a vocabulary has 400,000 of them."""
+        data, at, size = self._data, self._at, self._size
+        length_at = struct.Struct("<Q").unpack_from
+        out: list[str] = []
+        for _ in range(count):
+            start = at + 8
+            length = length_at(data, at)[0] if start <= size else size
+            at = start + length
+            if length > _MAX_STRING_BYTES or at > size:
+                self._at = start - 8
+                self._string(_MAX_STRING_BYTES)  # raises with the reason
+            out.append(data[start:at].decode("utf-8", "replace"))
+        self._at = at
+        return out
 
     def _string(self, limit: int) -> str:
         length = self._number("Q")

@@ -1,6 +1,7 @@
 """The tensor names and the row order of llama.cpp's GGUF files, in terms of the encoder's own.
 
 llama.cpp rotates neighbouring pairs of a head, the encoder its two halves: the converter sorts the rows of q and k for that.
+Weights in Mistral's own format have llama.cpp's order from the start, so every file with these names has it.
 """
 
 from __future__ import annotations
