@@ -41,12 +41,14 @@ class Codes:
         low, high: the range.
         slack: how far beyond the range a weight may lie before its group gets another scale.
         kind: the grid of float codes; None for whole numbers.
+        doubles: True when scales grow by powers of two, so that weights that do not change stay on the grid.
     """
 
     low: float
     high: float
     slack: float = 0.0
     kind: SmallFloat | None = None
+    doubles: bool = False
 
     def rounded(self, target: Tensor, up: Tensor | float = NEAREST) -> Tensor:
         """Return the codes, float32, for `target`, float32 in units of the scale; `up` as in `rounding.round_integer`."""
@@ -59,8 +61,8 @@ INT4 = Codes(-7.0, 7.0, slack=1.0)
 INT8 = Codes(-128.0, 127.0, slack=1.0)
 FP4 = Codes(-E2M1.maximum, E2M1.maximum, kind=E2M1)
 FP8 = {
-    torch.float8_e4m3fn: Codes(-E4M3.maximum, E4M3.maximum, kind=E4M3),
-    torch.float8_e5m2: Codes(-E5M2.maximum, E5M2.maximum, kind=E5M2),
+    torch.float8_e4m3fn: Codes(-E4M3.maximum, E4M3.maximum, kind=E4M3, doubles=True),
+    torch.float8_e5m2: Codes(-E5M2.maximum, E5M2.maximum, kind=E5M2, doubles=True),
 }
 
 Read = Callable[[slice], tuple[Tensor, Tensor]]
@@ -189,5 +191,6 @@ def _codes(value: Tensor, change: Tensor, scales: _Scales, codes: Codes, thresho
         size = weights.abs()
         stretched = top + (size - top) * ((new * codes.high - top) / (peak - top))
         target = torch.where(size > top, stretched, size).copysign(weights) / new
-        out[raised] = codes.rounded(target)
+        # On another grid every weight lies between two numbers; only the change must not pull them all one way.
+        out[raised] = codes.rounded(target, upwards(change[raised], threshold) if codes.doubles else NEAREST)
     return out

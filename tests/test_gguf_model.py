@@ -112,6 +112,13 @@ def test_shape_before_flattening_is_taken_from_the_file(tmp_path, sd):  # U42
     assert (weight.float() - sd[CONV].float()).abs().max() < 0.01
 
 
+def test_a_linear_layer_of_another_row_length_is_refused(tmp_path, sd):
+    name = "layers.0.mlp.up_proj.weight"
+    flat = {**sd, name: sd[name].reshape(-1, 128)}
+    file = write_gguf(tmp_path / "m.gguf", flat, fields={f"comfy.gguf.orig_shape.{name}": [512, 256]})
+    assert "in rows of 128, but the file says that its shape was [512, 256]" in refusal(file)
+
+
 def test_weights_stay_quantised_and_mapped(tmp_path, sd):  # U35: no warning about arrays that are not writable either
     file = write_gguf(tmp_path / "m.gguf", sd, block_linears_as("Q4_K"))
     model = load_model(file)

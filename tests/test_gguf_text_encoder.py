@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
-import time
 
 import pytest
 import torch
@@ -17,12 +15,9 @@ from ernie_fast.nodes.loaders.lora_loader import ErnieFastLoRALoader
 from ernie_fast.nodes.loaders.text_encoder_loader import ErnieFastTextEncoderLoader as Loader
 from ernie_fast.nodes.model.checkpoint import CheckpointError, open_checkpoint
 from ernie_fast.nodes.model.gguf_file import read_header
-from ernie_fast.nodes.text import gguf_vocabulary
 from ernie_fast.nodes.text import tokenizer as tokenizer_module
-from ernie_fast.nodes.text.gguf_vocabulary import tokenizer_from_fields, tokenizer_from_gguf
 from ernie_fast.nodes.text.probe import probe_text_encoder
 from ernie_fast.nodes.text.rope import Rope, Yarn, rope_from_config
-from ernie_fast.nodes.text.tokenizer import tokenizer_from_tekken
 from ernie_files import ernie_state_dict, save
 from gguf_files import write_gguf
 from text_files import (
@@ -34,6 +29,7 @@ from text_files import (
     encoder_state_dict,
     hf_folder,
     llama_cpp_state_dict,
+    split_as_released,
     tekken,
     vocabulary_fields,
     write_gguf_encoder,
@@ -60,7 +56,7 @@ def sd():
 @pytest.fixture(scope="module")
 def document():
     """A tekken document with the split that real ones state."""
-    return with_pattern(tekken())
+    return split_as_released(tekken())
 
 
 @pytest.fixture
@@ -68,10 +64,6 @@ def wanted(models, sd, document):
     """The embedding of TEXT by the safetensors file."""
     save(models / "text_encoders" / "plain.safetensors", {**sd, "tekken_model": as_tensor(document)})
     return embed(load("plain.safetensors"), TEXT)
-
-
-def with_pattern(document):
-    return {**document, "config": {**document["config"], "pattern": gguf_vocabulary._PATTERN}}
 
 
 def load(name=NAME, tokenizer="auto", rope="yarn"):
@@ -275,78 +267,6 @@ def test_ids_equal_tekken_on_nano(models, nano):  # U14
     assert gguf.decode([1, 85, 84]) == plain.decode([1, 85, 84]) != ""
 
 
-def test_ids_equal_tekken_on_a_larger_vocabulary():  # U14
-    document = with_pattern(tekken(size=6000, specials=100))
-    plain = tokenizer_from_tekken(as_bytes(document), "tekken")
-    ours = tokenizer_from_fields(vocabulary_fields(document), "gguf")
-    fields = vocabulary_fields(document)
-    without = tokenizer_from_fields({k: v for k, v in fields.items() if k != "tokenizer.ggml.merges"}, "no merges")
-    assert ours.get_vocab() == plain.get_vocab()
-    for text in (*PROMPTS, *("".join(PROMPTS[i::3]) for i in range(3))):
-        assert ours(text) == plain(text) == without(text)
-    ids = ours("Two [INST] trees, 一只 👩‍🚀")["input_ids"]
-    for skip in (True, False):
-        assert ours.decode(ids, skip) == plain.decode(ids, skip)
-
-
-def test_name_of_the_split_and_unused_tokens_do_not_matter():  # U14: names vary with the converter
-    fields = vocabulary_fields(tekken(size=600))
-    plain = tokenizer_from_fields(fields, "x")
-    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    padded = {**fields, "tokenizer.ggml.tokens": [*tokens, "[PAD600]"], "tokenizer.ggml.token_type": [*types, 5]}
-    for change in ({"tokenizer.ggml.pre": "pixtral"}, {"tokenizer.ggml.pre": None}, {"tokenizer.ggml.bos_token_id": None}, padded):
-        ours = tokenizer_from_fields({k: v for k, v in {**fields, **change}.items() if v is not None}, "x")
-        assert ours("1234 don't HelloWorld [PAD600]") == plain("1234 don't HelloWorld [PAD600]")
-        assert ours.size == 600
-
-
-@pytest.mark.slow
-def test_full_vocabulary_is_built_in_a_second(tmp_path, record_property):
-    fields = vocabulary_fields(tekken(size=131072, specials=1000))
-    file = write_gguf(tmp_path / "v.gguf", {}, fields=fields)
-    start = time.process_time()  # of this process alone: other work on the machine does not count
-    assert tokenizer_from_gguf(file, "full").size == 131072
-    seconds = time.process_time() - start
-    record_property("seconds", seconds)
-    assert seconds < 1.5
-
-
-V = "tokenizer.ggml."
-SMALL = vocabulary_fields(tekken(size=300))
-TOKENS = SMALL[f"{V}tokens"]
-BROKEN = {
-    "no model": ({"model": None}, "model is missing; 'gpt2' is needed"),
-    "a sentencepiece model": ({"model": "llama"}, "model is 'llama'; 'gpt2' is needed"),
-    "a model of the wrong type": ({"model": 3}, "model is 3"),
-    "tokens of the wrong type": ({"tokens": [1, 2]}, "tokens is a list of another kind; a list of texts"),
-    "no list": ({"tokens": "abc"}, "tokens is 'abc'"),
-    "empty tokens": ({"tokens": []}, "tokens is a list of another kind"),
-    "no token types": ({"token_type": None}, "token_type is missing; a list of whole numbers"),
-    "token types as texts": ({"token_type": ["3"]}, "token_type is a list of another kind"),
-    "too few token types": ({"token_type": [3]}, "300 tokens and 1 token types"),
-    "merges as numbers": ({"merges": [1, 2]}, "merges is a list of another kind; a list of texts"),
-    "merges of unknown tokens": ({"merges": ["ab cd"]}, "its merges do not fit its tokens"),
-    "merges of three parts": ({"merges": ["a b c"]}, "its merges do not fit its tokens"),
-    "merges of one part": ({"merges": ["a"]}, "its merges do not fit its tokens"),
-    "a token twice": ({"tokens": [*TOKENS[:-1], TOKENS[50]]}, "a token is there twice"),
-    "a byte missing": ({"tokens": [*TOKENS[:40], "xyz", *TOKENS[41:]]}, "not every single byte"),
-    "a token of many kilobytes": ({"tokens": [*TOKENS[:-1], "a" * 5000]}, "1024 bytes"),
-    "a start token outside": ({"bos_token_id": 300}, "start token is number 300 of 300"),
-    "a start token as text": ({"bos_token_id": "<s>"}, "start token is number '<s>'"),
-    "another start token": ({"bos_token_id": 7}, "start token is '"),
-    "no start token": ({"bos_token_id": None, "tokens": [f"<{i}>" for i in range(20)] + TOKENS[20:]}, "no start token '<s>'"),
-    "huge": ({"tokens": [str(i) for i in range((1 << 20) + 1)]}, "1,048,577 tokens; at most 1,048,576"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN.keys())
-def test_damaged_vocabulary_is_refused_by_name(change, message):
-    fields = {**SMALL, **{V + name: value for name, value in change.items()}}
-    with pytest.raises(CheckpointError, match=r"^my file: ") as caught:
-        tokenizer_from_fields({k: v for k, v in fields.items() if v is not None}, "my file")
-    assert message in str(caught.value)
-
-
 def test_tokenizer_beside_the_file_and_as_a_source_for_others(models, sd, document, wanted):
     folder = models / "text_encoders"
     without = dict.fromkeys(vocabulary_fields(document))
@@ -366,7 +286,7 @@ def test_tokenizer_beside_the_file_and_as_a_source_for_others(models, sd, docume
 
 
 def test_damaged_vocabulary_ends_the_load(models, sd):
-    write_gguf_encoder(models / "text_encoders" / NAME, sd, fields={f"{V}token_type": None})
+    write_gguf_encoder(models / "text_encoders" / NAME, sd, fields={"tokenizer.ggml.token_type": None})
     with pytest.raises(CheckpointError, match=rf"^{NAME}: tokenizer\.ggml\.token_type is missing"):
         Loader.execute(NAME, "auto", "yarn")
 
@@ -409,14 +329,6 @@ def test_clones_and_reloads_give_the_same_embedding(models, sd):
     copy = clip.clone()
     copy.patcher, copy.cond_stage_model = again, again.model
     assert torch.equal(embed(copy, TEXT), before)
-
-
-def test_fingerprint_changes_with_the_file(models, sd):
-    write_gguf_encoder(models / "text_encoders" / NAME, sd)
-    first = Loader.fingerprint_inputs(NAME, "auto", "yarn")
-    assert Loader.fingerprint_inputs(NAME, "auto", "yarn") == first
-    write_gguf_encoder(models / "text_encoders" / NAME, sd, "Q8_0")
-    assert Loader.fingerprint_inputs(NAME, "auto", "yarn") != first
 
 
 def cut(file):
@@ -486,9 +398,3 @@ def test_wrong_file_gets_one_sentence(models, sd, change, message):  # U16, U25
 def test_metadata_that_makes_no_sense_is_refused(models, sd, key, value, message):
     write_gguf_encoder(models / "text_encoders" / NAME, sd, fields={f"mistral3.{key}": value})
     assert message in refused()
-
-
-def test_tekken_data_of_the_tests_is_byte_level():
-    """The vocabulary that these tests write has the letters of llama.cpp's converter."""
-    token = base64.b64decode(tekken()["vocab"][ord(" ")]["token_bytes"])
-    assert (token, TOKENS[20 + ord(" ")]) == (b" ", "Ġ")

@@ -14,6 +14,7 @@ import comfy.text_encoders.ernie as core_ernie
 import comfy.text_encoders.llama as llama
 import torch
 from comfy.text_encoders.hunyuan_video import llama_detect
+from ernie_fast.nodes.text import gguf_vocabulary
 from ernie_fast.nodes.text.tokenizer import parse_tekken
 from gguf_files import write_gguf
 
@@ -61,6 +62,11 @@ def tekken(size: int = 276, specials: int = 20, seed: int = 0, **config: Any) ->
         ],
         "special_tokens": [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(names)],
     }
+
+
+def split_as_released(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a tekken document with the pattern of Ministral-3's own, which a GGUF file leaves out."""
+    return {**document, "config": {**document["config"], "pattern": gguf_vocabulary._PATTERN}}
 
 
 def as_bytes(document: Any) -> bytes:

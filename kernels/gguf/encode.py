@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .codes import CHUNK, round_linear
 from .fields import (
     IQ4_XS_SCALES,
     LAYOUTS,
@@ -23,7 +24,6 @@ from .fields import (
     write_k4,
 )
 from .qtypes import QTYPES
-from .requantise import CHUNK, round_linear
 from .search import affine_scale, ratio, symmetric_scale
 
 _HALF_MAX = 65504.0
@@ -45,18 +45,23 @@ def quantize(x: Tensor, qtype: str) -> Tensor:
     Raises:
         ValueError: for another type, or when `x` is not float, not of two dimensions, or not made of whole blocks.
     """
-    if qtype not in _ENCODERS:
-        raise ValueError(f"cannot quantize to {qtype}; use one of {', '.join(_ENCODERS)}")
+    if qtype not in ENCODERS:
+        raise ValueError(f"cannot quantize to {qtype}; use one of {', '.join(ENCODERS)}")
     if not x.is_floating_point() or x.ndim != 2:
         raise ValueError(f"x must be float (rows, columns), not {x.dtype} {tuple(x.shape)}")
     kind = QTYPES[qtype]
     out = torch.empty(x.shape[0], kind.row_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
     step = max(1, CHUNK // max(1, x.shape[1]))
     for i in range(0, len(x), step):
-        weights = x[i : i + step].detach().float().reshape(-1, kind.block_size).clamp(-_LARGEST, _LARGEST)
-        blocks = torch.zeros(len(weights), kind.type_size, dtype=torch.uint8, device=x.device)
-        out[i : i + step] = _ENCODERS[qtype](qtype, blocks, weights).view(-1, out.shape[1])
+        weights = x[i : i + step].detach().float().reshape(-1, kind.block_size)
+        out[i : i + step] = encode_blocks(qtype, weights).view(-1, out.shape[1])
     return out
+
+
+def encode_blocks(qtype: str, x: Tensor) -> Tensor:
+    """Return new blocks, uint8 (N, type_size), of `x`, float32 (N, block_size); `qtype` is a key of ENCODERS."""
+    blocks = torch.zeros(len(x), QTYPES[qtype].type_size, dtype=torch.uint8, device=x.device)
+    return ENCODERS[qtype](qtype, blocks, x.clamp(-_LARGEST, _LARGEST))
 
 
 def _half(value: Tensor) -> Tensor:
@@ -202,7 +207,7 @@ def _iq4_xs(qtype: str, blocks: Tensor, x: Tensor) -> Tensor:
 
 
 # Each takes the type's name, zeroed blocks uint8 (N, type_size), and the weights float32 (N, block_size).
-_ENCODERS: dict[str, Callable[[str, Tensor, Tensor], Tensor]] = {
+ENCODERS: dict[str, Callable[[str, Tensor, Tensor], Tensor]] = {
     "Q8_0": _q8_0,
     "Q4_0": _plain_symmetric,
     "Q4_1": _plain_affine,

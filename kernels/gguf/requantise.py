@@ -10,20 +10,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..rounding import NEAREST, change_threshold, upwards
-from .fields import LAYOUTS, Grid, codebook, grid, with_codes
+from ..rounding import NEAREST, change_threshold
+from .codes import CHUNK, beyond_range, round_linear, rounded_codes
+from .encode import encode_blocks
+from .fields import LAYOUTS, codebook, grid
 from .fields_iq import VECTOR_LAYOUTS, magnitudes
 from .qtypes import QTYPES
 
 _SAMPLE = 1 << 20  # weights from which the threshold is found
-CHUNK = 1 << 21  # weights at a time: ten float32 temporaries of that size are 84 MB
 _DISTANCES = 1 << 25  # distances at a time: 134 MB
 
 
 def requantize(data: Tensor, qtype: str, x: Tensor, seed: int | None = 0) -> Tensor:
     """Encode `x` on the grid of `data`: keep its scales and minima, choose new codes (and grid indices and signs).
 
-    A linear type's codes are clamped to their range. IQ2 and IQ3 types take the nearest entry of their table, whatever the
+    A block of a linear type with a weight more than one code beyond the range of its scales is encoded anew. IQ2 and IQ3 types take the nearest entry of their table, whatever the
     seed, and keep the present one unless another is nearer. Codes under a scale of 0 stay.
 
     Args:
@@ -54,7 +55,13 @@ def requantize(data: Tensor, qtype: str, x: Tensor, seed: int | None = 0) -> Ten
     for i in range(0, len(data), step):
         blocks = data[i : i + step].reshape(-1, kind.type_size)
         weights = x[i : i + step].detach().float().reshape(-1, kind.block_size)
-        new = round_linear(qtype, blocks, weights, threshold) if qtype in LAYOUTS else _nearest_vectors(qtype, blocks, weights)
+        if qtype in LAYOUTS:
+            new = round_linear(qtype, blocks, weights, threshold)
+            beyond = beyond_range(qtype, blocks, weights)
+            if beyond.any():
+                new[beyond] = encode_blocks(qtype, weights[beyond].nan_to_num(0.0))
+        else:
+            new = _nearest_vectors(qtype, blocks, weights)
         out[i : i + step] = new.view(-1, data.shape[1])
     return out
 
@@ -69,55 +76,10 @@ def _threshold(data: Tensor, qtype: str, x: Tensor) -> Tensor:
     change = torch.nan_to_num(wanted - (present.scale * levels + present.offset), 0.0, 0.0, 0.0)
 
     def stored(threshold: Tensor) -> Tensor:
-        codes = _rounded(qtype, present, wanted, threshold)
+        codes = rounded_codes(qtype, present, wanted, threshold)
         return (codebook(x.device)[codes.int()] - levels if LAYOUTS[qtype].codebook else codes - levels) * present.scale
 
     return change_threshold(stored, change)
-
-
-def round_linear(qtype: str, blocks: Tensor, x: Tensor, threshold: Tensor | float = NEAREST) -> Tensor:
-    """Return a copy of `blocks` whose codes are the roundings of `x` on its grid; see `requantize`.
-
-    Args:
-        blocks: uint8 (N, type_size) of the linear type `qtype`.
-        x: float32 (N, block_size).
-        threshold: see `rounding.upwards`; 0.5 rounds to nearest.
-    """
-    present = grid(qtype, blocks)
-    return with_codes(qtype, blocks, _rounded(qtype, present, x.view(present.codes.shape), threshold))
-
-
-def _rounded(qtype: str, present: Grid, x: Tensor, threshold: Tensor | float) -> Tensor:
-    """Return the codes of `x`, of the shape of the present ones, on the present grid."""
-    layout = LAYOUTS[qtype]
-    if layout.codebook:
-        codes = _codebook_codes(present, x, threshold)
-    else:
-        move = _move(present, present.codes, x)
-        codes = (present.codes + (move + upwards(move, threshold)).floor()).clamp(layout.lowest, layout.highest)
-    return torch.where(present.scale == 0, present.codes, codes)
-
-
-def _move(present: Grid, levels: Tensor, x: Tensor) -> Tensor:
-    """Return how many levels `x` lies above the present value; 0 where that is no number.
-
-    The difference comes first, then the division: where `x` is the decoded weight, the result is exactly 0, and a change far
-    smaller than a step is not lost in the rounding of a large code.
-    """
-    move = (x - (present.scale * levels + present.offset)) / present.scale
-    return torch.where(move.isnan() | (present.scale == 0), 0.0, move)
-
-
-def _codebook_codes(present: Grid, x: Tensor, threshold: Tensor | float) -> Tensor:
-    """Return int16 codes of `x` among the two codebook levels around it."""
-    book = codebook(x.device)
-    levels = book[present.codes.int()]
-    move = _move(present, levels, x)
-    target = levels + move
-    below = (torch.bucketize(target, book, right=True) - 1).clamp_(0, len(book) - 2)
-    part = (target - book[below]) / (book[below + 1] - book[below])
-    above = part + upwards(move, threshold) >= 1
-    return (below + above).short()
 
 
 def _nearest_vectors(qtype: str, blocks: Tensor, x: Tensor) -> Tensor:

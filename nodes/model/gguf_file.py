@@ -150,6 +150,11 @@ class _Reader:
                     f"tensor '{name}' is {dtype} with the shape {list(stored)}; its rows must be multiples of "
                     f"{qtype.block_size}. The file is damaged; download it again."
                 )
+            if len(shape) == 2 and shape[-1] != stored[-1]:
+                raise GGUFError(
+                    f"tensor '{name}' is {dtype} in rows of {stored[-1]}, but the file says that its shape was {list(shape)}. "
+                    "The file is damaged; download it again."
+                )
             size = math.prod(stored[:-1]) * qtype.row_bytes(stored[-1])
         if offset + size > self._size:
             raise GGUFError(

@@ -165,7 +165,8 @@ def _find_prefix(checkpoint: Checkpoint) -> tuple[str, bool]:
         llama_cpp = {m[1] for name in checkpoint.tensors if (m := gguf_names.SIGNATURE.match(name))}
         found |= {(prefix, True) for prefix in llama_cpp if prefix.split(".")[0] not in gguf_names.TOWERS}
     if not found:
-        called = f" The file calls itself '{checkpoint.gguf.architecture}'." if checkpoint.gguf else ""
+        architecture = checkpoint.gguf.architecture if checkpoint.gguf else None
+        called = f" The file calls itself '{architecture}'." if architecture else ""
         raise CheckpointError(f"{label}: no Ministral-3 text encoder. {describe(checkpoint.tensors)}{called}")
     if len(found) > 1:
         raise CheckpointError(
