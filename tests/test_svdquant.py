@@ -1,0 +1,359 @@
+"""SVDQuant: how exact the stored weight and the product are, that comfy-kitchen computes the same, and what cannot be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comfy_kitchen.tensor import QuantizedTensor, TensorCoreSVDQuantW4A4Layout
+from ernie_fast.kernels import nunchaku_lite, svdquant
+from ernie_fast.kernels.svdquant import SVDQuantWeight
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+LAYOUT = "TensorCoreSVDQuantW4A4Layout"
+BLOCK_LINEARS = (
+    "self_attention.to_q", "self_attention.to_k", "self_attention.to_v", "self_attention.to_out.0",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.linear_fc2",
+)  # fmt: skip
+PARTS = ("qweight", "wscales", "proj_down", "proj_up", "smooth_factor")
+
+
+def decibels(wanted: Tensor, found: Tensor) -> float:
+    """Ratio of signal to error."""
+    error = (wanted - found.float()).square().sum().clamp(min=1e-30)
+    return float(10 * torch.log10(wanted.square().sum() / error))
+
+
+def int4(x: Tensor) -> Tensor:
+    """Round to INT4 per row and group of 64, the largest number of a group being 7."""
+    groups = x.view(len(x), -1, 64)
+    scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-10)
+    return ((groups / scale).round() * scale).view_as(x)
+
+
+def plain_w4a4(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of INT4 input and INT4 weight, without smoothing and branch."""
+    return int4(x) @ int4(weight).T
+
+
+def outlier_inputs(columns: int, tokens: int = 256) -> Tensor:
+    """Inputs of unequal size, one in 50 of them ten times larger."""
+    sizes = (torch.randn(columns) * 0.3).exp()
+    sizes[torch.randperm(columns)[: columns // 50 + 1]] *= 10
+    return torch.randn(tokens, columns) * sizes
+
+
+def outlier_weight(rows: int = 384, columns: int = 512) -> Tensor:
+    """Weights with large columns, and a few strong directions, as trained layers have."""
+    weight = torch.randn(rows, columns) * 0.02
+    weight[:, torch.randperm(columns)[:8]] *= 12
+    return weight + torch.randn(rows, 8) @ torch.randn(8, columns) * 0.02
+
+
+def random_weight(rows: int = 128, columns: int = 256) -> Tensor:
+    return torch.randn(rows, columns) * 0.05
+
+
+def kitchen(stored: SVDQuantWeight, dtype: torch.dtype = torch.bfloat16) -> QuantizedTensor:
+    """comfy-kitchen's own tensor of a stored weight."""
+    shape = (stored.proj_up.shape[0], stored.proj_down.shape[0])
+    params = TensorCoreSVDQuantW4A4Layout.Params(
+        stored.wscales.to(dtype),
+        dtype,
+        shape,
+        stored.proj_down.to(dtype),
+        stored.proj_up.to(dtype),
+        stored.smooth_factor.to(dtype),
+    )
+    return QuantizedTensor(stored.qweight, LAYOUT, params)
+
+
+@pytest.fixture(scope="module", params=BLOCK_LINEARS)
+def nano_weight(request: pytest.FixtureRequest) -> Tensor:
+    """A trained weight of the bundled tiny checkpoint, bf16."""
+    file = Path(__file__).parent.parent / "assets" / "nano" / "ernie-image-nano.safetensors"
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(f"layers.5.{request.param}.weight")
+
+
+def test_stored_trained_weight_is_three_decibels_better_than_plain_int4(nano_weight: Tensor):
+    weight = nano_weight.float()
+    assert decibels(weight, svdquant.dequantize(svdquant.quantize(nano_weight))) > decibels(weight, int4(weight)) + 3
+
+
+def test_stored_weight_with_outliers_is_six_decibels_better_than_plain_int4():
+    weight = outlier_weight()
+    assert decibels(weight, svdquant.dequantize(svdquant.quantize(weight))) > decibels(weight, int4(weight)) + 6
+
+
+def test_product_of_trained_weight_is_two_decibels_better_than_plain_w4a4(nano_weight: Tensor):
+    weight = nano_weight.float()
+    x = torch.randn(256, weight.shape[1])
+    wanted = x @ weight.T
+    assert (
+        decibels(wanted, svdquant.linear(x, svdquant.quantize(nano_weight)))
+        > decibels(wanted, plain_w4a4(x, weight)) + 2
+    )
+
+
+def test_product_with_known_input_sizes_is_four_decibels_better_than_plain_w4a4(nano_weight: Tensor):
+    weight = nano_weight.float()
+    x = outlier_inputs(weight.shape[1])
+    wanted = x @ weight.T
+    stored = svdquant.quantize(nano_weight, act_absmax=x.square().mean(0).sqrt())
+    assert decibels(wanted, svdquant.linear(x, stored)) > decibels(wanted, plain_w4a4(x, weight)) + 4
+
+
+@pytest.mark.parametrize("smooth", [None, torch.linspace(0.25, 4, 256)], ids=["ones", "smoothed"])
+def test_smoothing_is_undone(smooth: Tensor | None):
+    weight = random_weight()
+    stored = svdquant.quantize(weight, smooth=smooth)
+    assert decibels(weight, svdquant.dequantize(stored)) > 18
+    assert torch.equal(stored.smooth_factor.float(), torch.ones(256) if smooth is None else smooth.bfloat16().float())
+
+
+def test_more_rank_and_refits_lower_the_error():
+    weight = outlier_weight()
+    errors = [
+        -decibels(weight, svdquant.dequantize(svdquant.quantize(weight, rank, refits=0))) for rank in (16, 32, 64)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert -decibels(weight, svdquant.dequantize(svdquant.quantize(weight, 16, refits=4))) < errors[0]
+
+
+def test_quantize_gives_the_same_twice_and_leaves_the_random_state():
+    weight = random_weight()
+    state = torch.random.get_rng_state()
+    first, second = (svdquant.quantize(weight, act_absmax=weight.abs().amax(0)) for _ in range(2))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(getattr(first, name), getattr(second, name)) for name in PARTS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)],
+)
+def test_stored_parts_have_the_shapes_and_dtypes_of_the_layout(dtype: torch.dtype, stored: torch.dtype):
+    weight = svdquant.quantize(random_weight(130, 192).to(dtype))
+    assert weight.qweight.shape == (130, 96)
+    assert weight.qweight.dtype == torch.int8
+    assert (weight.wscales.shape, weight.proj_down.shape) == ((3, 130), (192, 32))
+    assert (weight.proj_up.shape, weight.smooth_factor.shape) == ((130, 32), (192,))
+    assert {getattr(weight, name).dtype for name in PARTS[1:]} == {stored}
+    assert all(getattr(weight, name).is_contiguous() for name in PARTS)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1e30], ids=["zeros", "constant", "huge"])
+def test_weight_of_one_value_is_exact(value: float):
+    weight = torch.full((64, 128), value)
+    found = svdquant.dequantize(svdquant.quantize(weight))
+    assert torch.allclose(found, weight, rtol=1e-3)
+
+
+def test_input_of_no_size_gets_a_finite_smoothing():
+    weight = random_weight()
+    weight[:, 3] = 0
+    sizes = torch.rand(256) + 0.1
+    sizes[5] = 0
+    smooth = svdquant.search_smooth(weight, sizes, 32)
+    assert smooth.isfinite().all()
+    assert smooth.min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 256), (3, 300, 256), (0, 256)], ids=["one token", "batch", "no tokens"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_equals_kitchens_tensor(dtype: torch.dtype, shape: tuple[int, ...], with_bias: bool):
+    stored = svdquant.quantize(random_weight(), smooth=torch.rand(256) + 0.5)
+    x = torch.randn(shape).to(dtype)
+    bias = torch.randn(128).to(dtype) if with_bias else None
+    found = svdquant.linear(x, stored, bias)
+    assert found.dtype == dtype
+    assert found.shape == (*shape[:-1], 128)
+    assert torch.equal(found, F.linear(x, kitchen(stored, dtype), bias))
+
+
+def test_linear_is_the_formula_of_the_paper():
+    stored = svdquant.quantize(outlier_weight(), smooth=torch.rand(512) + 0.5)
+    x, bias = torch.randn(64, 512), torch.randn(384)
+    smooth = stored.smooth_factor.float()
+    low_rank = stored.proj_down.float() @ stored.proj_up.float().T
+    residual = (svdquant.dequantize(stored) - low_rank.T) * smooth
+    assert decibels(int4(x / smooth) @ residual.T + x @ low_rank + bias, svdquant.linear(x, stored, bias)) > 80
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dequantize_is_kitchens(dtype: torch.dtype):
+    stored = svdquant.quantize(outlier_weight(), smooth=torch.rand(512) + 0.5)
+    wanted = TensorCoreSVDQuantW4A4Layout.dequantize(stored.qweight, kitchen(stored, dtype)._params)
+    assert decibels(wanted.float(), svdquant.dequantize(stored)) > (90 if dtype == torch.float32 else 40)
+
+
+def test_parts_survive_a_file_under_kitchens_names(tmp_path: Path):
+    stored = svdquant.quantize(random_weight())
+    tensors = kitchen(stored).state_dict("layers.0.mlp.up_proj.weight")
+    save_file(tensors, tmp_path / "m.safetensors")
+    read = load_file(tmp_path / "m.safetensors")
+    suffixes = ("", "_scale", "_proj_down", "_proj_up", "_smooth_factor")
+    assert set(read) == {f"layers.0.mlp.up_proj.weight{suffix}" for suffix in suffixes}
+    back = SVDQuantWeight(*(read[f"layers.0.mlp.up_proj.weight{suffix}"] for suffix in suffixes))
+    assert all(torch.equal(getattr(back, name), getattr(stored, name)) for name in PARTS)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_unchanged_weight_stays_bit_for_bit(seed: int):
+    stored = svdquant.quantize(outlier_weight(), smooth=torch.rand(512) + 0.5)
+    again = svdquant.requantize(stored, svdquant.dequantize(stored), seed)
+    assert all(torch.equal(getattr(again, name), getattr(stored, name)) for name in PARTS)
+
+
+def test_small_change_survives_requantize():
+    weight = random_weight(256, 512)
+    stored = svdquant.quantize(weight, smooth=torch.rand(512) + 0.5)
+    before = svdquant.dequantize(stored)
+    change = torch.randn(256, 2) @ torch.randn(2, 512) * 0.002
+    added = svdquant.dequantize(svdquant.requantize(stored, before + change, 3)) - before
+    share = float((added * change).sum() / change.square().sum())
+    assert 0.9 < share < 1.1
+
+
+def test_large_change_gets_new_scales():
+    stored = svdquant.quantize(random_weight())
+    wanted = svdquant.dequantize(stored)
+    wanted[5, 70] += 2.0
+    again = svdquant.requantize(stored, wanted)
+    assert float((svdquant.dequantize(again)[5, 70] - wanted[5, 70]).abs()) < 0.02
+    assert int((again.wscales != stored.wscales).sum()) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "reason"),
+    [
+        ((128, 100), 32, "100 inputs are no multiple of 64"),
+        ((127, 128), 32, "127 outputs are no multiple of 2"),
+        ((128, 128), 20, "a rank of 20 is no multiple of 16"),
+        ((64, 128), 80, "from 16 to 64"),
+        ((128, 128), 0, "a rank of 0"),
+        ((128, 128, 1, 1), 32, "two dimensions"),
+        ((0, 64), 16, "0 outputs"),
+    ],
+)
+def test_layer_that_cannot_be_stored_is_refused(shape: tuple[int, ...], rank: int, reason: str):
+    found = svdquant.supports(shape, rank)
+    assert found is not None
+    assert reason in found
+    with pytest.raises(ValueError, match=reason):
+        svdquant.quantize(torch.zeros(shape), rank)
+
+
+def test_layers_of_the_released_model_can_be_stored():
+    assert all(svdquant.supports(shape) is None for shape in ((4096, 4096), (12288, 4096), (4096, 12288)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: svdquant.quantize(torch.zeros(64, 64, dtype=torch.int8)),
+        lambda: svdquant.quantize(torch.full((64, 64), float("nan"))),
+        lambda: svdquant.quantize(torch.ones(64, 64), smooth=torch.ones(63)),
+        lambda: svdquant.quantize(torch.ones(64, 64), smooth=torch.zeros(64)),
+        lambda: svdquant.quantize(torch.ones(64, 64), act_absmax=-torch.ones(64)),
+        lambda: svdquant.requantize(svdquant.quantize(torch.ones(64, 64)), torch.ones(64, 32)),
+    ],
+    ids=["integers", "nan", "short smooth", "zero smooth", "negative sizes", "other shape"],
+)
+def test_wrong_argument_is_refused(call: Callable[[], object]):
+    with pytest.raises(ValueError, match="needed|expected"):
+        call()
+
+
+def nunchaku_layer(rows: int, columns: int, rank: int) -> tuple[SVDQuantWeight, dict[str, Tensor]]:
+    """A layer in natural order and as Nunchaku Lite stores it, element by element from the place of each in its tile."""
+    codes = torch.randint(-8, 8, (rows, columns))
+    halves = codes.to(torch.int8)
+    natural = SVDQuantWeight(
+        (halves[:, 0::2] & 15) | (halves[:, 1::2] << 4),
+        torch.rand(columns // 64, rows).bfloat16(),
+        torch.randn(columns, rank).bfloat16(),
+        torch.randn(rows, rank).bfloat16(),
+        torch.rand(columns).bfloat16(),
+    )
+
+    def digits(index: Tensor, *sizes: int) -> list[Tensor]:
+        found = []
+        for size in reversed(sizes):
+            found.append(index % size)
+            index = index // size
+        return [index, *reversed(found)]
+
+    def ordered(parts: list[tuple[Tensor, int]]) -> Tensor:
+        place = torch.zeros((), dtype=torch.int64)
+        for part, size in parts:
+            place = place * size + part
+        return place.flatten()
+
+    n, k = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    tile, n16, n8, lane_n = digits(n, 8, 2, 8)
+    k_tile, k32, lane_k, k1 = digits(k, 2, 4, 8)
+    place = ordered(
+        [(tile, 1), (k_tile, columns // 64), (n16, 8), (lane_n, 8), (lane_k, 4), (n8, 2), (k32, 2), (k1, 8)]
+    )
+    nibbles = torch.empty(rows * columns, dtype=torch.int8)
+    nibbles[place] = halves.flatten()
+    qweight = ((nibbles[0::2] & 15) | (nibbles[1::2] << 4)).view(rows, columns // 2)
+
+    def scales(table: Tensor) -> Tensor:
+        group, row = torch.arange(len(table))[:, None], torch.arange(table.shape[1])[None, :]
+        tile, n16, n8, pair, one = digits(row, 8, 2, 4, 2)
+        out = torch.empty(table.numel(), dtype=table.dtype)
+        out[ordered([(tile, 1), (group, len(table)), (n16, 8), (pair, 4), (n8, 2), (one, 2)])] = table.flatten()
+        return out.view(table.shape)
+
+    def projection(matrix: Tensor, rank_is_row: bool) -> Tensor:
+        feature, r = torch.arange(len(matrix))[:, None], torch.arange(rank)[None, :]
+        tiles = (feature // 16, 1), (r // 16, rank // 16)
+        row, column = (r % 16, feature % 16) if rank_is_row else (feature % 16, r % 16)
+        _, column8, lane_column, one = digits(column, 2, 4, 2)
+        place = ordered([*tiles, (row % 8, 8), (lane_column, 4), (row // 8, 2), (column8, 2), (one, 2)])
+        out = torch.empty(matrix.numel(), dtype=matrix.dtype)
+        out[place] = matrix.flatten()
+        return out.view(matrix.shape)
+
+    return natural, {
+        "qweight": qweight,
+        "wscales": scales(natural.wscales),
+        "proj_down": projection(natural.proj_down, rank_is_row=True),
+        "proj_up": projection(natural.proj_up, rank_is_row=False),
+        "smooth_factor": scales(natural.smooth_factor[None])[0],
+    }
+
+
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(128, 128, 16), (256, 384, 48), (384, 256, 32)])
+def test_nunchaku_lite_layer_is_unpacked(rows: int, columns: int, rank: int):
+    natural, packed = nunchaku_layer(rows, columns, rank)
+    found = nunchaku_lite.unpack({**packed, "bias": torch.zeros(rows)})
+    assert all(torch.equal(getattr(found, name), getattr(natural, name)) for name in PARTS)
+    assert all(getattr(found, name).is_contiguous() for name in PARTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("proj_up", None),
+        ("qweight", torch.zeros(128, 64, dtype=torch.int32)),
+        ("qweight", torch.zeros(64, 64, dtype=torch.int8)),
+        ("wscales", torch.zeros(8, 128, dtype=torch.float8_e4m3fn)),
+        ("smooth_factor", torch.ones(64)),
+    ],
+    ids=["missing", "AWQ", "no whole tile", "NVFP4", "short"],
+)
+def test_other_nunchaku_layer_is_refused(name: str, tensor: Tensor | None):
+    _, packed = nunchaku_layer(128, 128, 16)
+    packed = {k: v for k, v in packed.items() if k != name} | ({} if tensor is None else {name: tensor})
+    with pytest.raises(ValueError, match="needed|only INT4"):
+        nunchaku_lite.unpack(packed)
