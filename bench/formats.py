@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from loaders import ROOT
 
@@ -30,6 +31,7 @@ from quality import NANO, PROMPTS, Nano, Task, psnr, ssim  # starts ComfyUI and 
 # isort: split
 import torch
 from comfy.quant_ops import QuantizedTensor
+from ernie_fast.kernels import svdquant
 from ernie_fast.kernels.gguf.qtypes import QTYPES
 from ernie_fast.nodes.loaders.save import save_model
 from ernie_fast.nodes.model.build import SOURCE, load_model
@@ -39,6 +41,7 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 FILE = NANO / "ernie-image-nano.safetensors"
+PLAIN = "plain_w4a4"  # no choice of the loader: 4-bit weights and activations without SVDQuant's low-rank branch
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K")
 
 
@@ -59,12 +62,27 @@ class Row:
 
 def load(name: str, folder: Path) -> tuple[Any, int]:
     """Return (the model in a format, bytes of its file)."""
+    if name == PLAIN:
+        with mock.patch.object(svdquant, "quantize", plain_w4a4):
+            model = load_model(FILE, "fp32", policy=QuantisePolicy("svdquant_w4a4"))
+        return model, save_model(model, folder / f"{name}.safetensors")[0]
     if name in WEIGHT_FORMATS:
         model = load_model(FILE, "fp32", policy=QuantisePolicy(name))
         return model, save_model(model, folder / f"{name}.safetensors")[0]
     file = folder / f"{name}.gguf"
     write_gguf(file, load_file(FILE), lambda key: name if is_block_linear(key) else "BF16")
     return load_model(file, "fp32"), file.stat().st_size
+
+
+def plain_w4a4(weight: torch.Tensor) -> svdquant.SVDQuantWeight:
+    """Quantise (N, K) to INT4 with one scale per 64 inputs, amax / 7, and no low-rank branch: what SVDQuant is measured against."""
+    groups = weight.float().view(len(weight), -1, svdquant.GROUP_SIZE)
+    scales = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
+    codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-7, 7).to(torch.int8).flatten(1)
+    none = torch.zeros(weight.shape[1], svdquant.RANK_MULTIPLE, dtype=torch.bfloat16)
+    packed = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
+    ones = torch.ones(weight.shape[1], dtype=torch.bfloat16)
+    return svdquant.SVDQuantWeight(packed, scales.T.contiguous(), none, none.new_zeros(len(weight), none.shape[1]), ones)
 
 
 def weight_errors(model: Any) -> tuple[list[float], float]:
@@ -113,7 +131,7 @@ def paint_references(prompts: tuple[str, ...]) -> list[torch.Tensor]:
 def main() -> None:
     """Run every format and write CSV and table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=(*WEIGHT_FORMATS, *QTYPES), default=[*WEIGHT_FORMATS, *GGUF_TYPES])
+    parser.add_argument("--formats", nargs="+", choices=(*WEIGHT_FORMATS, PLAIN, *QTYPES), default=[*WEIGHT_FORMATS, PLAIN, *GGUF_TYPES])
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--jobs", type=int, default=1, help="formats that run at once, each in a process")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "formats-nano.csv")

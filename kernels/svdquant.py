@@ -93,8 +93,8 @@ def quantize(
         smooth: (K,), positive, to use as `s`. None: from `act_absmax`, or 1. From the weight alone no `s` was better than 1: those
             that even out its columns gave -1.2 to +0.5 dB on the inputs of the tiny checkpoint.
         act_absmax: (K,), size of each input in any unit: the largest magnitude, or better the root mean square. See `search_smooth`.
-        refits: how often at most the branch is fitted anew to what INT4 leaves. The default gains 0.7 to 2 dB over 0 and takes up to
-            8 times as long.
+        refits: how often at most the branch is fitted anew to what INT4 leaves. The default gains 0.4 dB (random, 4096 x 4096) to
+            2.5 dB (tiny checkpoint) over 0 and takes six times as long.
 
     Returns:
         The parts on the device of `weight`.
@@ -217,7 +217,8 @@ def _fit(w: Tensor, smooth: Tensor, rank: int, dtype: torch.dtype, refits: int) 
     fitted: list[SVDQuantWeight] = []
     for _ in range(refits + 1):
         up, basis = _low_rank(target, rank, basis)
-        proj_up, proj_down = up.to(dtype), (basis[:, :rank] / s.unsqueeze(-1)).to(dtype)
+        proj_up = up.to(dtype).contiguous()
+        proj_down = (basis[:, :rank] / s.unsqueeze(-1)).to(dtype).contiguous()
         # What is stored, rounded to 16 bits: INT4 also gets what the rounding leaves.
         residual = smoothed - proj_up.float() @ (proj_down.float() * s.unsqueeze(-1)).T
         codes, scales = _quantize_residual(residual, dtype)

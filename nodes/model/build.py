@@ -131,6 +131,7 @@ def build_model(
     if policy is not None:
         require_plain(probe.storage, policy, probe.checkpoint.label)
         layers = quantise_state_dict(sd, probe.architecture, policy, load_device, probe.checkpoint.label)
+    stored = sum(tensor.nbytes for tensor in sd.values())  # before ComfyUI takes them out one by one
     model_config = comfy.supported_models.ErnieImage(probe.architecture.unet_config())
     if layers:
         model_config.quant_config = {"mixed_ops": True}
@@ -149,7 +150,6 @@ def build_model(
     install(patcher)
     # ComfyUI rebuilds the model through this for torch.compile, hooks and several GPUs.
     patcher.cached_patcher_init = (load_model, (probe.checkpoint.path, compute, probe.checkpoint.label, policy))
-    stored = sum(tensor.nbytes for tensor in sd.values())
     patcher.set_attachments(SOURCE, ModelSource(probe.checkpoint.files, probe.checkpoint.label, policy, len(layers), stored))
     return patcher, plan
 
