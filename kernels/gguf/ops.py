@@ -7,51 +7,30 @@ CUDA device, or where TRITON_INTERPRET=1 is set (tests). `backend` says which, a
 from __future__ import annotations
 
 import functools
-import logging
-import os
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
+from ..backend import FLOAT_DTYPES, check_row_scale, choose, failure_of, register
 from . import eager
 from .qtypes import QTYPES
-
-logger = logging.getLogger("ernie_fast")
-
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def _triton_failure(device: torch.device) -> str:
-    """Import Triton and run one block on `device`; return why that failed, or "". Tried once per device.
+    """Import Triton and run one block on `device`; return why that failed, or "". Tried once per device."""
 
-    An import is no proof: Triton is part of torch's packages, but needs a C compiler and Python's headers at the first launch.
-    """
-    try:
+    def launch() -> None:
         from . import triton_ops
 
         triton_ops.dequantize(torch.zeros(1, 34, dtype=torch.uint8, device=device), "Q8_0", torch.float32)
-    except Exception as error:  # of many kinds: no package, no compiler, no driver
-        reason = f"{type(error).__name__}: {error}"
-        level = logging.INFO if isinstance(error, ImportError) else logging.WARNING
-        logger.log(level, "GGUF weights are decoded without Triton, which is slower. %s", reason)
-        return reason
-    return ""
+
+    return failure_of(launch, "GGUF")
 
 
 def backend(data: torch.Tensor) -> tuple[Literal["triton", "eager"], str]:
     """Return the implementation that a weight is decoded with, and the reason."""
-    if not data.is_cuda and not _interpreted():
-        return "eager", f"the weight is on {data.device.type}, and Triton runs on cuda"
-    failure = _triton_failure(data.device)
-    if failure:
-        return "eager", f"Triton does not work here. {failure}"
-    return "triton", f"Triton works on {data.device}"
+    return choose(data, _triton_failure)
 
 
 def _implementation(data: torch.Tensor) -> Any:
@@ -74,16 +53,6 @@ def _check(data: torch.Tensor, qtype: str) -> torch.Tensor:
         )
     QTYPES[qtype].columns(data.shape[-1])
     return data.contiguous()
-
-
-def _check_scale(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    rows = data.shape[:-1].numel()
-    if scale.dtype != torch.float32 or tuple(scale.shape) != (rows,) or scale.device != data.device:
-        raise ValueError(
-            f"the scale is {scale.dtype} of shape {tuple(scale.shape)} on {scale.device}; "
-            f"needed: torch.float32 of shape ({rows},) on {data.device}"
-        )
-    return scale.contiguous()
 
 
 def _decoded(data: torch.Tensor, qtype: str, dtype: torch.dtype) -> torch.Tensor:
@@ -110,17 +79,9 @@ def _dequantize_fp8_fake(data: torch.Tensor, qtype: str, scale: torch.Tensor) ->
     return _decoded(data, qtype, torch.float8_e4m3fn)
 
 
-def _register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an operator `ernie_fast::name`, once per process: the package can be imported under a second name."""
-    if not hasattr(torch.ops.ernie_fast, name):
-        # The schema is given, because older torch cannot read it off annotations that are strings.
-        operator = torch.library.custom_op(f"ernie_fast::{name}", implementation, mutates_args=(), schema=schema)
-        operator.register_fake(fake)  # pyright: ignore[reportUnknownMemberType]
-
-
-_register("gguf_dequantize", "(Tensor data, str qtype, ScalarType dtype) -> Tensor", _dequantize, _decoded)
-_register("gguf_row_scales", "(Tensor data, str qtype) -> Tensor", _row_scales, _row_scales_fake)
-_register(
+register("gguf_dequantize", "(Tensor data, str qtype, ScalarType dtype) -> Tensor", _dequantize, _decoded)
+register("gguf_row_scales", "(Tensor data, str qtype) -> Tensor", _row_scales, _row_scales_fake)
+register(
     "gguf_dequantize_fp8", "(Tensor data, str qtype, Tensor scale) -> Tensor", _dequantize_fp8, _dequantize_fp8_fake
 )
 
@@ -176,4 +137,4 @@ def dequantize_fp8(data: torch.Tensor, qtype: str, scale: torch.Tensor) -> torch
         ValueError: unknown type, or wrong data or scale.
     """
     data = _check(data, qtype)
-    return torch.ops.ernie_fast.gguf_dequantize_fp8(data, qtype, _check_scale(data, scale))
+    return torch.ops.ernie_fast.gguf_dequantize_fp8(data, qtype, check_row_scale(data, scale, data.shape[:-1].numel()))

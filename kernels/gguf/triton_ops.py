@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..triton_rounding import round_to, target_of
 from .eager import scales_of
 from .eager_iq import TABLES, table
 from .qtypes import QTYPES
@@ -21,27 +22,6 @@ from .triton_decode import GROUP_16, decode
 
 # Eight weights per thread of four warps: a 16-byte store of bf16, and the widest that loads and stores agree on.
 WEIGHTS_PER_PROGRAM = 1024
-
-
-@triton.jit
-def _bfloat16_bits(values: tl.tensor) -> tl.tensor:
-    """Round float32 to bfloat16 (nearest, ties to even) with integers: the bits, as int16."""
-    bits = values.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(values == values, rounded, 0x7FC0).to(tl.int16)
-
-
-@triton.jit
-def _float8_bits(values: tl.tensor) -> tl.tensor:
-    """Round float32 within +-448 to float8_e4m3fn (nearest, ties to even) with integers: the bits, as uint8."""
-    bits = values.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Below 2**-6 FP8 counts in steps of 2**-9, which are the last mantissa bit of a float32 near 2**14: the addition rounds.
-    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    rounded = tl.where(magnitude < (121 << 23), small, normal)
-    rounded = tl.where(values == values, rounded, 0x7F)
-    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -75,12 +55,7 @@ def _dequantize_kernel(
     if scaled:
         inverse = tl.load(inverse_scale + group // groups_per_row)[:, None]
         values = tl.clamp(values * inverse, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    if rounding == "bfloat16":
-        stored = _bfloat16_bits(values)
-    elif rounding == "float8_e4m3fn":
-        stored = _float8_bits(values)
-    else:
-        stored = values.to(out.dtype.element_ty)
+    stored = round_to(values, out.dtype.element_ty, rounding)
     # A store of the tile's own shape: the compiler then lets each thread load the run of weights that it stores.
     row = tl.arange(0, rows)[:, None]
     start = tl.program_id(0).to(tl.int64) * (rows * width)
@@ -108,9 +83,6 @@ def _absmax_kernel(
     tl.store(out + row, tl.max(tl.reshape(largest, (rows * width,)), axis=0))
 
 
-INTERPRETED = not isinstance(_dequantize_kernel, triton.JITFunction)
-
-
 def _aligned(data: torch.Tensor) -> torch.Tensor:
     """Copy a view at an odd address, where 16-bit loads would fault."""
     return data.clone() if data.data_ptr() % 2 else data
@@ -125,18 +97,10 @@ def _width(qtype: str) -> int:
     return 16 if qtype in GROUP_16 else 32
 
 
-def _casts_natively(device: torch.device) -> bool:
-    """Whether the hardware rounds float32 to bfloat16 and float8_e4m3fn; Triton's interpreter does not round either."""
-    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def _launch(data: torch.Tensor, qtype: str, dtype: torch.dtype, inverse_scale: torch.Tensor | None) -> torch.Tensor:
     columns = QTYPES[qtype].columns(data.shape[-1])
     out = torch.empty(*data.shape[:-1], columns, dtype=dtype, device=data.device)
-    rounding, target = "native", out
-    if dtype in (torch.bfloat16, torch.float8_e4m3fn) and not _casts_natively(data.device):
-        rounding = str(dtype).removeprefix("torch.")
-        target = out.view(torch.int16 if dtype == torch.bfloat16 else torch.uint8)
+    target, rounding = target_of(out)
     width = _width(qtype)
     rows = WEIGHTS_PER_PROGRAM // width
     groups = out.numel() // width
