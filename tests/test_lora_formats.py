@@ -17,6 +17,9 @@ from gguf_files import block_linears_as, write_gguf
 from safetensors.torch import load_file
 
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_0", "Q4_0", "IQ4_XS")
+# A large change is rounded as any weight is; on scales not made for it, up to 8 % worse. SVDQuant's own error is smaller than its steps,
+# because its low-rank branch was fitted to what the rounding left.
+LIMITS = {"svdquant_w4a4": 1.3}
 MODULES = ("layers.1.self_attention.to_q", "layers.4.mlp.linear_fc2", "layers.9.mlp.up_proj")
 
 
@@ -76,8 +79,7 @@ def test_the_change_is_that_of_the_bf16_model(tmp_path, base, load, name, size):
             gain = float((change * delta).sum() / delta.square().sum())
             own_error = rms(before[module] - base[f"{module}.weight"].float())
             assert gain == pytest.approx(1, abs=0.1), (module, gain)
-            # A large change is rounded as any weight is; on scales not made for it, up to 8 % worse.
-            assert rms(change - delta) <= 1.1 * own_error, (module, rms(change - delta) / own_error)
+            assert rms(change - delta) <= LIMITS.get(name, 1.1) * own_error, (module, rms(change - delta) / own_error)
             assert isinstance(get_attr(patched.model, f"diffusion_model.{module}.weight"), QuantizedTensor)
     finally:
         patched.unpatch_model()

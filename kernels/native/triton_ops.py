@@ -3,8 +3,9 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
 """Triton kernels that decode NVFP4, MXFP8 and INT8 weights, and their launchers. Imported by `ops.py` only where Triton works.
 
-The launchers give the results of the functions of the same name in `eager.py`, bit for bit. A program decodes a tile of rows and
-columns, in groups of columns that share a block scale. Row and column numbers are 32-bit, addresses 64-bit.
+The launchers give the results of the functions of the same name in `eager.py`, bit for bit, but for the scale of a row with NaN.
+A program decodes a tile of rows and columns, in groups of columns that share a block scale. Row and column numbers are 32-bit,
+addresses 64-bit.
 """
 
 from __future__ import annotations

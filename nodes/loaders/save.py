@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import comfy.utils
 import folder_paths
 import safetensors.torch
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ..model.build import SOURCE, ModelSource
 from ..model.operations import OWN_FORMATS
@@ -27,6 +28,7 @@ from ..model.storage import GGUF, MARKER
 
 FOLDER = "diffusion_models"
 SUFFIX = ".safetensors"
+_NETWORK = "diffusion_model."
 _PART = re.compile(r"^[^<>:\"|?*\\/\x00-\x1f]{1,120}$")
 # Names that Windows keeps for devices.
 _DEVICES = re.compile(r"^(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)
@@ -79,20 +81,19 @@ def save_model(model: Any, path: Path) -> tuple[int, str]:
             f"ERNIE Save Checkpoint: the model is {type(model.model).__name__}; an ERNIE-Image model is needed. "
             "Use Save Model for other models."
         )
-    comfy.model_management.load_models_gpu([model])
-    lazy = model.model_state_dict_for_saving(model.model.diffusion_model, "diffusion_model.")
-    formats = {json.loads(bytes(value.tolist()))["format"] for name, value in lazy.items() if name.endswith(MARKER)}
+    stored = model.model.diffusion_model.state_dict()
+    formats = {json.loads(bytes(value.tolist()))["format"] for name, value in stored.items() if name.endswith(MARKER)}
     if GGUF in formats:
         raise ValueError(
             "ERNIE Save Checkpoint: the model comes from a GGUF file, which has no safetensors form. "
             "Copy the GGUF file, or load the BF16 file and quantise it with weight_format."
         )
-    size = sum(value.nbytes for value in lazy.values())
+    size = sum(value.nbytes for value in stored.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if free < size + _SPARE_BYTES:
         raise OSError(f"{path.parent} has {free / 1e9:.1f} GB free; the file needs {size / 1e9:.1f} GB. Free some space.")
-    tensors = {name: _stored(value) for name, value in _with_progress(lazy)}
+    tensors = _merged(model)
     with _replacing(path) as temporary:
         safetensors.torch.save_file(tensors, temporary, metadata=_metadata(model))
     own = sorted(formats & set(OWN_FORMATS))
@@ -100,17 +101,31 @@ def save_model(model: Any, path: Path) -> tuple[int, str]:
     return path.stat().st_size, reader
 
 
-def _with_progress(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    progress = comfy.utils.ProgressBar(len(tensors))
-    for name, tensor in tensors.items():
+def _merged(model: Any) -> dict[str, torch.Tensor]:
+    """Return the network's tensors on the CPU as they are written, each patched weight with its LoRAs.
+
+    ComfyUI's `model_state_dict_for_saving` does the same, but stops at weights that are stored as integers.
+    """
+    comfy.model_management.load_models_gpu([model])
+    network = model.model.diffusion_model
+    out = {name: tensor.to("cpu") for name, tensor in network.state_dict().items()}
+    patched = [key for key in model.patches if key.startswith(_NETWORK)]
+    progress = comfy.utils.ProgressBar(max(1, len(patched)))
+    for key in patched:
         comfy.model_management.throw_exception_if_processing_interrupted()
-        yield name, tensor
+        name = key.removeprefix(_NETWORK)
+        module = network.get_submodule(name.rpartition(".")[0])
+        if not getattr(module, "comfy_patched_weights", False):  # else ComfyUI has merged it when it loaded the model
+            weight = model.patch_weight_to_device(key, device_to=model.load_device, return_weight=True)
+            parts = weight.state_dict(name) if isinstance(weight, QuantizedTensor) else {name: weight}
+            out |= {part: tensor.to("cpu") for part, tensor in parts.items()}
         progress.update(1)
+    return {name: _stored(tensor) for name, tensor in out.items()}
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU as it is written; a lazy one of ComfyUI's gets its LoRAs here."""
-    tensor = tensor.to("cpu").detach().contiguous()
+    """Return a tensor as it is written."""
+    tensor = tensor.detach().contiguous()
     # ComfyUI's streaming reader does not know this dtype, and views the bytes back (comfy/ops.py).
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
 
