@@ -84,9 +84,13 @@ def check(found: Described) -> None:
         )
     rows, columns = shape[0], shape[1] * 2
     if not rows or not columns or rows % _TILE or columns % _TILE:
-        raise ValueError(f"the weight is {rows} x {columns}; multiples of {_TILE} are needed, others are in the logical order")
+        raise ValueError(
+            f"the weight is {rows} x {columns}; multiples of {_TILE} are needed, others are in the logical order"
+        )
     if not rank or not rank[0] or rank[0] % _RANK_TILE:
-        raise ValueError(f"proj_down has the shape {list(found['proj_down'][1])}; a rank that is a multiple of {_RANK_TILE} is needed")
+        raise ValueError(
+            f"proj_down has the shape {list(found['proj_down'][1])}; a rank that is a multiple of {_RANK_TILE} is needed"
+        )
     _require_shapes(
         found,
         scale_dtype,

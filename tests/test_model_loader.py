@@ -212,7 +212,7 @@ def test_scale_of_wrong_shape_is_named(tmp_path, sd):
 @pytest.mark.parametrize("tensor", ["qweight", "absmax", "quant_state.bitsandbytes__nf4", "proj_down"])
 def test_formats_of_other_engines_are_refused_by_name(tmp_path, sd, tensor):
     broken = {**sd, f"layers.0.mlp.up_proj.{tensor}": torch.zeros(4, dtype=torch.uint8)}
-    with pytest.raises(CheckpointError, match="SVDQuant, bitsandbytes, AWQ or GPTQ"):
+    with pytest.raises(CheckpointError, match="bitsandbytes, AWQ or GPTQ"):
         probe_model(open_checkpoint(save(tmp_path / "m.safetensors", broken)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfy_kitchen.tensor import QuantizedTensor, TensorCoreSVDQuantW4A4Layout
-from ernie_fast.kernels import nunchaku_lite, svdquant
+from ernie_fast.kernels import svdquant
 from ernie_fast.kernels.svdquant import SVDQuantWeight
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -269,90 +269,3 @@ def test_layers_of_the_released_model_can_be_stored():
 def test_wrong_argument_is_refused(call: Callable[[], object]):
     with pytest.raises(ValueError, match=r"needed|expected"):
         call()
-
-
-def nunchaku_layer(rows: int, columns: int, rank: int) -> tuple[SVDQuantWeight, dict[str, Tensor]]:
-    """A layer in natural order and as Nunchaku Lite stores it, element by element from the place of each in its tile."""
-    codes = torch.randint(-8, 8, (rows, columns))
-    halves = codes.to(torch.int8)
-    natural = SVDQuantWeight(
-        (halves[:, 0::2] & 15) | (halves[:, 1::2] << 4),
-        torch.rand(columns // 64, rows).bfloat16(),
-        torch.randn(columns, rank).bfloat16(),
-        torch.randn(rows, rank).bfloat16(),
-        torch.rand(columns).bfloat16(),
-    )
-
-    def digits(index: Tensor, *sizes: int) -> list[Tensor]:
-        found = []
-        for size in reversed(sizes):
-            found.append(index % size)
-            index = index // size
-        return [index, *reversed(found)]
-
-    def ordered(parts: list[tuple[Tensor, int]]) -> Tensor:
-        place = torch.zeros((), dtype=torch.int64)
-        for part, size in parts:
-            place = place * size + part
-        return place.flatten()
-
-    n, k = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
-    tile, n16, n8, lane_n = digits(n, 8, 2, 8)
-    k_tile, k32, lane_k, k1 = digits(k, 2, 4, 8)
-    place = ordered(
-        [(tile, 1), (k_tile, columns // 64), (n16, 8), (lane_n, 8), (lane_k, 4), (n8, 2), (k32, 2), (k1, 8)]
-    )
-    nibbles = torch.empty(rows * columns, dtype=torch.int8)
-    nibbles[place] = halves.flatten()
-    qweight = ((nibbles[0::2] & 15) | (nibbles[1::2] << 4)).view(rows, columns // 2)
-
-    def scales(table: Tensor) -> Tensor:
-        group, row = torch.arange(len(table))[:, None], torch.arange(table.shape[1])[None, :]
-        tile, n16, n8, pair, one = digits(row, 8, 2, 4, 2)
-        out = torch.empty(table.numel(), dtype=table.dtype)
-        out[ordered([(tile, 1), (group, len(table)), (n16, 8), (pair, 4), (n8, 2), (one, 2)])] = table.flatten()
-        return out.view(table.shape)
-
-    def projection(matrix: Tensor, rank_is_row: bool) -> Tensor:
-        feature, r = torch.arange(len(matrix))[:, None], torch.arange(rank)[None, :]
-        tiles = (feature // 16, 1), (r // 16, rank // 16)
-        row, column = (r % 16, feature % 16) if rank_is_row else (feature % 16, r % 16)
-        _, column8, lane_column, one = digits(column, 2, 4, 2)
-        place = ordered([*tiles, (row % 8, 8), (lane_column, 4), (row // 8, 2), (column8, 2), (one, 2)])
-        out = torch.empty(matrix.numel(), dtype=matrix.dtype)
-        out[place] = matrix.flatten()
-        return out.view(matrix.shape)
-
-    return natural, {
-        "qweight": qweight,
-        "wscales": scales(natural.wscales),
-        "proj_down": projection(natural.proj_down, rank_is_row=True),
-        "proj_up": projection(natural.proj_up, rank_is_row=False),
-        "smooth_factor": scales(natural.smooth_factor[None])[0],
-    }
-
-
-@pytest.mark.parametrize(("rows", "columns", "rank"), [(128, 128, 16), (256, 384, 48), (384, 256, 32)])
-def test_nunchaku_lite_layer_is_unpacked(rows: int, columns: int, rank: int):
-    natural, packed = nunchaku_layer(rows, columns, rank)
-    found = nunchaku_lite.unpack({**packed, "bias": torch.zeros(rows)})
-    assert all(torch.equal(getattr(found, name), getattr(natural, name)) for name in PARTS)
-    assert all(getattr(found, name).is_contiguous() for name in PARTS)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("proj_up", None),
-        ("qweight", torch.zeros(128, 64, dtype=torch.int32)),
-        ("qweight", torch.zeros(64, 64, dtype=torch.int8)),
-        ("wscales", torch.zeros(8, 128, dtype=torch.float8_e4m3fn)),
-        ("smooth_factor", torch.ones(64)),
-    ],
-    ids=["missing", "AWQ", "no whole tile", "NVFP4", "short"],
-)
-def test_other_nunchaku_layer_is_refused(name: str, tensor: Tensor | None):
-    _, packed = nunchaku_layer(128, 128, 16)
-    packed = {k: v for k, v in packed.items() if k != name} | ({} if tensor is None else {name: tensor})
-    with pytest.raises(ValueError, match=r"needed|only INT4"):
-        nunchaku_lite.unpack(packed)

@@ -19,6 +19,7 @@ import torch
 
 from .checkpoint import open_checkpoint
 from .forward import install
+from .nunchaku_lite import unpack_layers
 from .operations import with_own_formats
 from .probe import CONVOLUTION, ModelProbe, probe_model
 from .quantise import QuantisePolicy, quantise_state_dict, require_plain
@@ -169,5 +170,6 @@ def _state_dict(probe: ModelProbe) -> dict[str, torch.Tensor]:
     if probe.checkpoint.gguf is not None:
         shape = next(shape for name, shape in probe.architecture.shapes() if name == CONVOLUTION)
         sd[CONVOLUTION] = sd[CONVOLUTION].view(shape)
+    unpack_layers(sd)
     add_markers(sd, storage)
     return sd

@@ -10,6 +10,7 @@ from .architecture import BOUNDARY_LINEARS, ErnieArchitecture, architecture_from
 from .checkpoint import Checkpoint, CheckpointError, TensorInfo
 from .foreign import describe
 from .gguf_storage import detect_gguf_storage
+from .nunchaku_lite import as_comfy
 from .storage import SIDE_TENSORS, Storage, detect_storage, logical_shapes
 
 logger = logging.getLogger("ernie_fast")
@@ -59,7 +60,8 @@ def probe_model(checkpoint: Checkpoint) -> ModelProbe:
         raise CheckpointError(f"{label}: no ERNIE-Image diffusion model. {describe(checkpoint.tensors)}{called}")
     tensors = {n[len(prefix) :]: info for n, info in checkpoint.tensors.items() if n.startswith(prefix)}
     if checkpoint.gguf is None:
-        storage = detect_storage(checkpoint, tensors, prefix)
+        tensors, declared = as_comfy(checkpoint, tensors, prefix)
+        storage = detect_storage(checkpoint, tensors, prefix, declared)
         shapes = logical_shapes(tensors, storage)
     else:
         storage = detect_gguf_storage(tensors, {}, _is_convolution)

@@ -31,7 +31,7 @@ SIDE_TENSORS = (
     ".weight_smooth_factor",
 )  # fmt: skip
 _MAX_MARKER_BYTES = 64 * 1024
-# Tensors of formats that have no place in ComfyUI: SVDQuant (nunchaku), bitsandbytes, AWQ and GPTQ.
+# Tensors of formats that have no place in ComfyUI: SVDQuant of Nunchaku itself, bitsandbytes, AWQ and GPTQ.
 _FOREIGN_QUANT = re.compile(r"\.(qweight|qzeros|wscales|wzeros|absmax|quant_map|quant_state\.\w+|proj_down|smooth_factor)$")
 
 
@@ -79,13 +79,19 @@ def _title(config: Mapping[str, Any]) -> str:
     return f"GGUF {config['qtype']}" if config["format"] == GGUF else FORMATS[config["format"]].title
 
 
-def detect_storage(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], prefix: str) -> Storage:
+def detect_storage(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, TensorInfo],
+    prefix: str,
+    declared: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Storage:
     """Find how each weight is stored and check that its scales are there.
 
     Args:
         checkpoint: the open checkpoint (its small marker tensors are read).
         tensors: the model's tensors by name without prefix.
         prefix: what stood before the names in the file.
+        declared: layer -> configuration, where the file says it in a way that is not read here.
 
     Raises: CheckpointError for a format ComfyUI does not know, or for scales that are missing or have a wrong shape.
     """
@@ -94,6 +100,7 @@ def detect_storage(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], pr
     rename, drop = _old_names(checkpoint, tensors, prefix)
     current = {rename.get(name, name): info for name, info in tensors.items() if name not in drop}
     layers = _declared_layers(checkpoint, tensors, current, prefix)
+    layers |= {layer: dict(config) for layer, config in (declared or {}).items()}
     for name, info in current.items():
         if name.endswith(".weight") and name[: -len(".weight")] not in layers:
             guessed = _undeclared(name[: -len(".weight")], info, current, label)
@@ -121,7 +128,7 @@ def _refuse_foreign_formats(tensors: Iterable[str], label: str) -> None:
         match = _FOREIGN_QUANT.search(name)
         if match:
             raise CheckpointError(
-                f"{label}: '{name}' belongs to a format that is not read here (SVDQuant, bitsandbytes, AWQ or GPTQ). "
+                f"{label}: '{name}' belongs to a format that is not read here (Nunchaku's own, bitsandbytes, AWQ or GPTQ). "
                 f"Use a file in one of these: BF16, FP8, {', '.join(FORMATS)}."
             )
 
@@ -137,12 +144,12 @@ def _old_names(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], prefix
             rename[name] = name[: -len("scale_input")] + "input_scale"
             if info.numel == 1 and info.dtype in FLOAT_DTYPES:
                 ones[name] = info
-    drop = {name for name, tensor in _read(checkpoint, prefix, ones).items() if tensor.item() == 1.0}
+    drop = {name for name, tensor in read_small_tensors(checkpoint, prefix, ones).items() if tensor.item() == 1.0}
     return rename, frozenset(drop | ({"scaled_fp8"} & tensors.keys()))
 
 
-def _read(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Read small tensors to the CPU; each file is opened once, as opening it parses its whole header."""
+def read_small_tensors(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Read small tensors, given without prefix, to the CPU; each file is opened once, as opening it parses its whole header."""
     out: dict[str, Any] = {}
     for file in checkpoint.files:
         names = [name for name, info in tensors.items() if info.file == file]
@@ -196,7 +203,7 @@ def _read_markers(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], pre
                 f"{checkpoint.label}: '{prefix}{name}' is {info.dtype} {list(info.shape)}; a short U8 text is needed."
             )
     configs: dict[str, Any] = {}
-    for name, tensor in _read(checkpoint, prefix, markers).items():
+    for name, tensor in read_small_tensors(checkpoint, prefix, markers).items():
         try:
             configs[name[: -len(MARKER)]] = json.loads(bytes(tensor.flatten().tolist()))
         except (ValueError, RecursionError) as error:
@@ -299,10 +306,29 @@ def _check_svdquant(layer: str, current: Mapping[str, TensorInfo], label: str) -
             )
 
 
+def _check_svdquant_options(layer: str, options: Mapping[str, Any], label: str) -> None:
+    """Refuse what the layout cannot compute.
+
+    convert_to_quant (at commit 0355180) takes the low-rank branch from the weight before the smoothing and applies it as if from the one
+    after, which is the same only for smooth_mode "ones". `act_unsigned` shifts the inputs of a layer behind a GELU; ERNIE-Image has none.
+    """
+    for name, allowed, why in (
+        ("smooth_mode", "ones", "the converter leaves the smoothing out of the low-rank branch"),
+        ("act_unsigned", False, "the inputs of ERNIE-Image's layers are signed"),
+    ):
+        if options.get(name) not in (None, allowed):
+            raise CheckpointError(
+                f"{label}: layer '{layer}' (SVDQuant W4A4) has {name} {options[name]!r}, only {allowed!r} is read: {why}, so its pictures "
+                "would be wrong. Convert the file again with that, or use the BF16 file with weight_format 'svdquant_w4a4'."
+            )
+
+
 def _check_options(layer: str, config: Mapping[str, Any], weight: TensorInfo, label: str) -> None:
-    """Check the ConvRot options of a marker; ComfyUI looks for them at the top and under "params"."""
+    """Check the options of a marker; ComfyUI looks for them at the top and under "params"."""
     params = config.get("params")
     options = {**(params if isinstance(params, dict) else {}), **config}
+    if config["format"] == SVDQUANT:
+        _check_svdquant_options(layer, options, label)
     if not options.get("convrot") and config["format"] != "convrot_w4a4":
         return
     columns = FORMATS[config["format"]].logical_shape(weight.shape)[1]
