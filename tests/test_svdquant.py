@@ -204,6 +204,20 @@ def test_parts_survive_a_file_under_kitchens_names(tmp_path: Path):
     assert all(torch.equal(getattr(back, name), getattr(stored, name)) for name in PARTS)
 
 
+def test_expanded_product_is_that_of_the_dequantised_weight():
+    stored = svdquant.quantize(outlier_weight(), smooth=torch.rand(512) + 0.5)
+    x, bias = torch.randn(2, 3, 512), torch.randn(len(stored.qweight))
+    wanted = torch.nn.functional.linear(x, svdquant.dequantize(stored), bias)
+    assert torch.allclose(svdquant.expanded_linear(x, stored, bias), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("capability", "found"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), False), ((12, 0), False)])
+def test_int4_units_are_those_of_ampere_and_ada(monkeypatch, capability: tuple[int, int], found: bool):  # U53
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert svdquant.has_int4_units(torch.device("cuda")) is found
+    assert not svdquant.has_int4_units(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("seed", [0, 7])
 def test_unchanged_weight_stays_bit_for_bit(seed: int):
     stored = svdquant.quantize(outlier_weight(), smooth=torch.rand(512) + 0.5)

@@ -87,5 +87,8 @@ def keep_scales(weight: Any) -> None:
 
 def as_native(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight under ComfyUI's own layout name, which its matrix products look for."""
-    native = _NATIVE.get(weight._layout_cls) if isinstance(weight, QuantizedTensor) else None
-    return weight if native is None else QuantizedTensor(weight._qdata, native, weight._params)
+    if not isinstance(weight, QuantizedTensor):
+        return weight
+    quantised: Any = weight  # the class has another form where comfy-kitchen is missing
+    native = _NATIVE.get(quantised._layout_cls)
+    return weight if native is None else QuantizedTensor(quantised._qdata, native, quantised._params)

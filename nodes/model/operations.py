@@ -44,7 +44,7 @@ def with_own_formats(base: Any) -> Any:
                 sd = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)
                 return _write_marker(self, sd, prefix)
 
-            def _forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            def _forward(self, input: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
                 linear = getattr(weight.layout_cls, "linear", None) if isinstance(weight, QuantizedTensor) else None
                 return linear(input, weight, bias) if linear is not None else super()._forward(input, as_native(weight), bias)
 
