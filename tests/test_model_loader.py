@@ -155,7 +155,7 @@ def test_int8_rowwise_is_int8_with_a_scale_per_row(models, sd):  # U46
     rowwise = quantised(sd, "int8_tensorwise", per_channel=True)
     save(models / "diffusion_models" / "int8.safetensors", rowwise)
     text = torch.tensor(list(json.dumps({"format": "int8_rowwise"}).encode()), dtype=torch.uint8)
-    renamed = {name: text if name.endswith(".comfy_quant") else tensor for name, tensor in rowwise.items()}
+    renamed = {name: text.clone() if name.endswith(".comfy_quant") else tensor for name, tensor in rowwise.items()}
     save(models / "diffusion_models" / "rowwise.safetensors", renamed)
     assert torch.equal(paint(ours("rowwise.safetensors")[0]), paint(ours("int8.safetensors")[0]))
 
