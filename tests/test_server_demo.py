@@ -310,16 +310,16 @@ def test_a_quantised_model_is_saved_in_a_graph_and_paints_the_same_when_loaded(s
     prompt = demo.demo_prompt(object_info, "a red apple on a teal background", 3)[0]
     plain = run(server, prompt)
     (loader,) = [key for key, entry in prompt.items() if entry["class_type"] == "ErnieFastModelLoader"]
-    prompt[loader]["inputs"] |= {"weight_format": "int8_convrot", "keep_16bit": "0"}
+    prompt[loader]["inputs"] |= {"weight_format": "fp8", "keep_16bit": "0"}
     saving = copy.deepcopy(prompt)
-    saved = {"model": [loader, 0], "filename": "test/nano-int8", "overwrite": True}
+    saved = {"model": [loader, 0], "filename": "test/nano-fp8", "overwrite": True}
     saving["save"] = {"class_type": "ErnieFastSaveCheckpoint", "inputs": saved}
     outputs = asyncio.run(demo.run_prompt(server, saving))
-    assert "diffusion_models/test/nano-int8.safetensors" in outputs["save"]["text"][0]
+    assert "diffusion_models/test/nano-fp8.safetensors" in outputs["save"]["text"][0]
     quantised = run(server, prompt)
     error = np.mean((np.asarray(quantised, float) - np.asarray(plain, float)) ** 2)
     assert 0 < error < 20, "PSNR below 35 dB"
-    prompt[loader]["inputs"] |= {"unet_name": "test/nano-int8.safetensors", "weight_format": "as stored"}
+    prompt[loader]["inputs"] |= {"unet_name": "test/nano-fp8.safetensors", "weight_format": "as stored"}
     again = run(server, prompt)
     # The weights are equal; a mapped file lies elsewhere in memory, and the last bit of a product on the CPU may depend on that.
     assert np.abs(np.asarray(again, int) - np.asarray(quantised, int)).max() <= 2
