@@ -33,7 +33,7 @@ def with_own_formats(base: Any) -> Any:
             def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
                 shape = (self.out_features, self.in_features)
                 if _load_own(self, state_dict, prefix, shape, base._compute_dtype):
-                    # The input is not quantised: these formats have no matrix product of their own.
+                    # The input comes as it is: a layout that quantises it does so itself.
                     self._full_precision_mm = True
                     _load_rest(self, state_dict, prefix, *args)
                 else:
