@@ -312,10 +312,12 @@ def test_a_quantised_model_is_saved_in_a_graph_and_paints_the_same_when_loaded(s
     (loader,) = [key for key, entry in prompt.items() if entry["class_type"] == "ErnieFastModelLoader"]
     prompt[loader]["inputs"] |= {"weight_format": "fp8", "keep_16bit": "0"}
     saving = copy.deepcopy(prompt)
-    saved = {"model": [loader, 0], "filename": "test/nano-fp8", "overwrite": True}
+    saved = {"model": [loader, 0], "filename": "test/nano-fp8", "overwrite": False}
     saving["save"] = {"class_type": "ErnieFastSaveCheckpoint", "inputs": saved}
     outputs = asyncio.run(demo.run_prompt(server, saving))
     assert "diffusion_models/test/nano-fp8.safetensors" in outputs["save"]["text"][0]
+    set_input(saving, "KSampler", "seed", 4)
+    run(server, saving)  # another picture, and the file that is there is no error
     quantised = run(server, prompt)
     error = np.mean((np.asarray(quantised, float) - np.asarray(plain, float)) ** 2)
     assert 0 < error < 20, "PSNR below 35 dB"

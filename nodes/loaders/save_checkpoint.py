@@ -39,19 +39,22 @@ class ErnieFastSaveCheckpoint(io.ComfyNode):
                 io.Boolean.Input(
                     "overwrite",
                     default=False,
-                    tooltip="Replace a file of this name. Off: a file that is there stops the run.",
+                    tooltip="Replace a file of this name. Off: a file that is there stops the run and stays as it is.",
                 ),
             ],
             outputs=[io.String.Output(display_name="summary", tooltip="The file, its size, and what reads it.")],
         )
 
     @classmethod
-    def validate_inputs(cls, filename: str | None = None, overwrite: bool | None = None) -> bool | str:
-        """Check the name before the run. Returns True or the message that the run would raise."""
-        if filename is None or overwrite is None:  # linked: known only at run time
+    def validate_inputs(cls, filename: str | None = None) -> bool | str:
+        """Check the name before the run. Returns True or the message that the run would raise.
+
+        A file that is there already is no reason to refuse: a graph that has saved it may be queued again, and saves nothing then.
+        """
+        if filename is None:  # linked: known only at run time
             return True
         try:
-            target_path(filename, overwrite)
+            target_path(filename, overwrite=True)
         except ValueError as error:
             return str(error)
         return True
