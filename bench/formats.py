@@ -38,9 +38,11 @@ from ernie_fast.nodes.model.build import SOURCE, load_model
 from ernie_fast.nodes.model.quantise import WEIGHT_FORMATS, QuantisePolicy
 from ernie_files import is_block_linear
 from gguf_files import write_gguf
+from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
 FILE = NANO / "ernie-image-nano.safetensors"
+SHOWN = ("unquantised", "Q8_0", "fp8", "Q5_K", "Q4_K", "nvfp4", "svdquant_w4a4", "Q2_K")
 PLAIN = "plain_w4a4"  # no choice of the loader: 4-bit weights and activations without SVDQuant's low-rank branch
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K")
 
@@ -101,8 +103,8 @@ def weight_errors(model: Any) -> tuple[list[float], float]:
     return ratios, stored_bits / weights
 
 
-def run_format(name: str, prompts: tuple[str, ...], references: list[torch.Tensor]) -> Row:
-    """Paint every prompt with the weights in one format."""
+def run_format(name: str, prompts: tuple[str, ...], references: list[torch.Tensor]) -> tuple[Row, list[torch.Tensor]]:
+    """Paint every prompt with the weights in one format; return the numbers and the pictures."""
     torch.set_grad_enabled(False)
     nano = Nano()
     with tempfile.TemporaryDirectory() as folder:
@@ -114,10 +116,11 @@ def run_format(name: str, prompts: tuple[str, ...], references: list[torch.Tenso
     quality = [psnr(found, wanted) for found, wanted in zip(pictures, references, strict=True)]
     similar = [ssim(found, wanted) for found, wanted in zip(pictures, references, strict=True)]
     print(f"{name}: {sum(quality) / len(quality):.1f} dB", flush=True)
-    return Row(
+    row = Row(
         name, bits, disk / 1e6, memory / 1e6, sum(ratios) / len(ratios), min(ratios), sum(quality) / len(quality), min(quality),
         sum(similar) / len(similar),
     )  # fmt: skip
+    return row, pictures
 
 
 def paint_references(prompts: tuple[str, ...]) -> list[torch.Tensor]:
@@ -128,6 +131,19 @@ def paint_references(prompts: tuple[str, ...]) -> list[torch.Tensor]:
     return [nano.picture(nano.paint(nano.model, task, prompt, 0)[0]) for prompt in prompts]
 
 
+def draw_strip(file: Path, columns: dict[str, list[torch.Tensor]]) -> None:
+    """Draw the first pictures of each format below its name, (3, 256, 256) in 0 to 1 each."""
+    names, title_px, rows, side = [name for name in SHOWN if name in columns], 28, 3, 192
+    canvas = Image.new("RGB", (len(names) * side, title_px + rows * side), "white")
+    draw = ImageDraw.Draw(canvas)
+    for index, name in enumerate(names):
+        draw.text((index * side + 6, 4), name, fill="black", font_size=18)
+        for row, picture in enumerate(columns[name][:rows]):
+            pixels = (picture.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+            canvas.paste(Image.fromarray(pixels).resize((side, side), Image.Resampling.LANCZOS), (index * side, title_px + row * side))
+    canvas.save(file, optimize=True)
+
+
 def main() -> None:
     """Run every format and write CSV and table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,6 +151,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--jobs", type=int, default=1, help="formats that run at once, each in a process")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "formats-nano.csv")
+    parser.add_argument("--strip", type=Path, help="draw some of the pictures side by side into this file")
     arguments = parser.parse_args()
     prompts = PROMPTS[: arguments.prompts]
     references = paint_references(prompts)
@@ -142,7 +159,10 @@ def main() -> None:
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
     count = len(arguments.formats)
     with ProcessPoolExecutor(arguments.jobs, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-        rows = list(pool.map(run_format, arguments.formats, [prompts] * count, [references] * count))
+        results = list(pool.map(run_format, arguments.formats, [prompts] * count, [references] * count))
+    rows = [row for row, _ in results]
+    if arguments.strip:
+        draw_strip(arguments.strip, {"unquantised": references} | {row.format: pictures for row, pictures in results})
     with arguments.out.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow([field.name for field in fields(Row)])
