@@ -151,8 +151,9 @@ def quantise_state_dict(
         comfy.model_management.throw_exception_if_processing_interrupted()
         weight = sd[f"{name}.weight"]
         options, marker = _options(chosen, weight, f"{label}: layer '{name}'")
-        # Not in float32: comfy-kitchen's kernels for 4-bit formats take 16-bit weights only.
-        quantised = QuantizedTensor.from_float(weight.to(device, copy=True), layout, **options)
+        # comfy-kitchen's GPU kernels for 4-bit formats take 16-bit weights only.
+        dtype = torch.bfloat16 if device.type != "cpu" and weight.dtype == torch.float32 else weight.dtype
+        quantised = QuantizedTensor.from_float(weight.to(device, dtype, copy=True), layout, **options)
         for key, tensor in quantised.state_dict(f"{name}.weight").items():
             sd[key] = tensor.to("cpu").contiguous()
         sd[name + MARKER] = torch.tensor(list(json.dumps(marker).encode()), dtype=torch.uint8)
