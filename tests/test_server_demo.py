@@ -316,8 +316,9 @@ def test_a_quantised_model_is_saved_in_a_graph_and_paints_the_same_when_loaded(s
     saving["save"] = {"class_type": "ErnieFastSaveCheckpoint", "inputs": saved}
     outputs = asyncio.run(demo.run_prompt(server, saving))
     assert "diffusion_models/test/nano-fp8.safetensors" in outputs["save"]["text"][0]
-    set_input(saving, "KSampler", "seed", 4)
-    run(server, saving)  # another picture, and the file that is there is no error
+    (sampler,) = [entry for entry in saving.values() if entry["class_type"] == "KSampler"]
+    sampler["inputs"]["seed"] = 4
+    asyncio.run(demo.run_prompt(server, saving))  # another picture, and the file that is there is no error
     quantised = run(server, prompt)
     error = np.mean((np.asarray(quantised, float) - np.asarray(plain, float)) ** 2)
     assert 0 < error < 20, "PSNR below 35 dB"
