@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import gguf
 import torch
 from loaders import ROOT, load_package
+from timing import median_ms, same_bits
 
 load_package()
 
@@ -27,7 +27,6 @@ from ernie_fast.kernels.gguf import eager, ops  # noqa: E402
 from ernie_fast.kernels.gguf.qtypes import QTYPES  # noqa: E402
 
 ROWS, COLUMNS, CHECKED_ROWS = 4096, 12288, 64
-WARM_UP, RUNS = 5, 30
 COMPILED = ("Q4_K", "Q6_K", "Q8_0")
 DEVICE = "cuda"
 # Where a block keeps its fp16 numbers; a type that is not named here has one, at byte 0.
@@ -45,27 +44,6 @@ def random_weight(qtype: str) -> torch.Tensor:
     for at in HALVES.get(qtype, (0,)):
         blocks[..., at + 1] &= 0xBB
     return blocks.view(ROWS, -1)
-
-
-def median_ms(call: Callable[[], torch.Tensor]) -> float:
-    """Return the median time of a call on the GPU."""
-    for _ in range(WARM_UP):
-        call()
-    times = []
-    for _ in range(RUNS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare dtypes and bits, wherever the tensors are."""
-    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.cpu().view(view), b.cpu().view(view))
 
 
 def differences(data: torch.Tensor, qtype: str) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import comfy_kitchen
 import torch
 from comfy_kitchen.backends.eager import quantization
 from loaders import ROOT, load_package
+from timing import median_ms, same_bits
 
 load_package()
 
@@ -31,7 +31,6 @@ from ernie_fast.kernels.native import eager, ops  # noqa: E402
 
 SHAPE = (4096, 12288)
 CHECKED_ROWS = 128  # one row of tiles of block scales
-WARM_UP, RUNS = 5, 30
 DEVICE = "cuda"
 FORMATS = ("nvfp4", "mxfp8", "int8", "int8_rows")
 COLUMNS_SHOWN = ("eager", "kitchen", "bf16", "fp8", "scales")
@@ -111,27 +110,6 @@ def kitchen(weight: eager.Weight, dtype: torch.dtype, eagerly: bool = False) -> 
     scale = weight.scale[:, None] if weight.scale.numel() > 1 else weight.scale[0]
     functions = quantization if eagerly else torch.ops.comfy_kitchen
     return functions.dequantize_int8_simple_dtype(weight.data, scale, quantization.DTYPE_TO_CODE[dtype])
-
-
-def median_ms(call: Callable[[], torch.Tensor]) -> float:
-    """Return the median time of a call on the GPU."""
-    for _ in range(WARM_UP):
-        call()
-    times = []
-    for _ in range(RUNS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare dtypes and bits, wherever the tensors are."""
-    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.cpu().view(view), b.cpu().view(view))
 
 
 def differences(weight: eager.Weight) -> list[str]:
