@@ -73,6 +73,15 @@ def model(small_file: Path) -> Any:
 
 
 @pytest.fixture
+def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory that does not change: ComfyUI's attention on the CPU reads it, and compiled code is compiled again for another value."""
+    import comfy.model_management
+
+    free = 8 * 1024**3
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda _device=None, both=False: (free, free) if both else free)
+
+
+@pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A models folder of its own for the test: ComfyUI's folder_paths looks only there."""
     import folder_paths

@@ -219,6 +219,7 @@ def test_rising_sigmas_are_sampled_without_cache(model, caplog):
 
 
 @BOTH
+@pytest.mark.usefixtures("steady_memory")
 def test_compiled_blocks_decide_outside_of_the_graph(model, config):  # U70
     cached = attach_cache(model, config)
     plain = paint(cached, steps=8)

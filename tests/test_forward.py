@@ -191,6 +191,7 @@ def test_prompts_padded_into_one_forward_paint_the_same_picture(model, batch):
 
 
 @pytest.mark.parametrize("keys", [["diffusion_model"], [f"diffusion_model.layers.{i}" for i in range(3)]], ids=["whole", "blocks"])
+@pytest.mark.usefixtures("steady_memory")
 def test_compiled_model_gives_the_same_picture_and_is_compiled_once(model, keys):  # U70
     plain = paint(model)
     torch._dynamo.reset()
