@@ -31,7 +31,7 @@ from quality import NANO, PROMPTS, Nano, Task, psnr, ssim  # starts ComfyUI and 
 # isort: split
 import torch
 from comfy.quant_ops import QuantizedTensor
-from ernie_fast.kernels import svdquant
+from ernie_fast.kernels import int4, svdquant
 from ernie_fast.kernels.gguf.qtypes import QTYPES
 from ernie_fast.nodes.loaders.save import save_model
 from ernie_fast.nodes.model.build import SOURCE, load_model
@@ -80,11 +80,10 @@ def plain_w4a4(weight: torch.Tensor) -> svdquant.SVDQuantWeight:
     """Quantise (N, K) to INT4 with one scale per 64 inputs, amax / 7, and no low-rank branch: what SVDQuant is measured against."""
     groups = weight.float().view(len(weight), -1, svdquant.GROUP_SIZE)
     scales = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
-    codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-7, 7).to(torch.int8).flatten(1)
+    codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-7, 7).flatten(1)
     none = torch.zeros(weight.shape[1], svdquant.RANK_MULTIPLE, dtype=torch.bfloat16)
-    packed = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
     ones = torch.ones(weight.shape[1], dtype=torch.bfloat16)
-    return svdquant.SVDQuantWeight(packed, scales.T.contiguous(), none, none.new_zeros(len(weight), none.shape[1]), ones)
+    return svdquant.SVDQuantWeight(int4.pack(codes), scales.T.contiguous(), none, none.new_zeros(len(weight), none.shape[1]), ones)
 
 
 def weight_errors(model: Any) -> tuple[list[float], float]:

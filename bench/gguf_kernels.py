@@ -23,6 +23,7 @@ from timing import median_ms, same_bits
 
 load_package()
 
+from ernie_fast.kernels.fp8 import FP8_MAX, scales_of  # noqa: E402
 from ernie_fast.kernels.gguf import eager, ops  # noqa: E402
 from ernie_fast.kernels.gguf.qtypes import QTYPES  # noqa: E402
 
@@ -50,7 +51,7 @@ def differences(data: torch.Tensor, qtype: str) -> list[str]:
     """Return the names of the results on the first rows that differ from gguf-py's."""
     part = data[:CHECKED_ROWS].contiguous()
     expected = torch.from_numpy(gguf.quants.dequantize(part.cpu().numpy(), gguf.GGMLQuantizationType[qtype]))
-    scale = eager.scales_of(expected.abs().amax(dim=-1))
+    scale = scales_of(expected.abs().amax(dim=-1))
     found = {}
     for name, decode in (("eager", eager.dequantize), ("op", ops.dequantize)):
         for dtype in ops.FLOAT_DTYPES:
@@ -58,7 +59,7 @@ def differences(data: torch.Tensor, qtype: str) -> list[str]:
     found["row scales"] = same_bits(ops.row_scales(part, qtype), scale)
     for factor in (1.0, 0.01, 300.0):  # 0.01 saturates, 300 gives subnormal FP8 numbers
         changed = scale * factor
-        fp8 = (expected * (1.0 / changed)[:, None]).clamp(-eager.FP8_MAX, eager.FP8_MAX).to(torch.float8_e4m3fn)
+        fp8 = (expected * (1.0 / changed)[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         found[f"op fp8 x{factor}"] = same_bits(ops.dequantize_fp8(part, qtype, changed.to(DEVICE)), fp8)
     return [name for name, equal in found.items() if not equal]
 

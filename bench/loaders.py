@@ -114,20 +114,18 @@ def write_checkpoints(folder: Path, formats: Sequence[str]) -> None:
     save_file(lora, str(folder / "lora.safetensors"))
 
 
-def write_gguf_pair(folder: Path, qtype: str, base: dict[str, torch.Tensor]) -> None:
-    """Write a GGUF file with the blocks' linear layers in one type, and the same weights expanded to BF16."""
+def write_gguf(file: Path, tensors: dict[str, torch.Tensor], qtype: str) -> dict[str, torch.Tensor]:
+    """Write a GGUF file with the blocks' linear layers in one type and the rest in BF16; return name -> blocks of those layers."""
     load_package()
     import gguf
     import torch
-    from ernie_fast.kernels.gguf import eager, encode
-    from safetensors.torch import save_file
+    from ernie_fast.kernels.gguf import encode
 
-    writer, expanded = gguf.GGUFWriter(str(folder / f"{qtype}.gguf"), "wan"), dict(base)
-    for name, tensor in base.items():
+    writer, blocks = gguf.GGUFWriter(str(file), "wan"), {}
+    for name, tensor in tensors.items():
         if name.startswith("layers.") and tensor.dim() == 2:
-            data = encode.quantize(tensor.cuda(), qtype)
-            expanded[name] = eager.dequantize(data, qtype, torch.bfloat16).cpu()
-            writer.add_tensor(name, data.cpu().numpy(), raw_dtype=gguf.GGMLQuantizationType[qtype])
+            blocks[name] = encode.quantize(tensor.cuda(), qtype).cpu()
+            writer.add_tensor(name, blocks[name].numpy(), raw_dtype=gguf.GGMLQuantizationType[qtype])
         else:
             data = tensor.contiguous().view(torch.uint8).numpy()
             writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -135,7 +133,18 @@ def write_gguf_pair(folder: Path, qtype: str, base: dict[str, torch.Tensor]) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    save_file(expanded, str(folder / f"{qtype}-expanded.safetensors"))
+    return blocks
+
+
+def write_gguf_pair(folder: Path, qtype: str, base: dict[str, torch.Tensor]) -> None:
+    """Write a GGUF file with the blocks' linear layers in one type, and the same weights expanded to BF16."""
+    blocks = write_gguf(folder / f"{qtype}.gguf", base, qtype)
+    import torch
+    from ernie_fast.kernels.gguf import eager
+    from safetensors.torch import save_file
+
+    expanded = {name: eager.dequantize(data.cuda(), qtype, torch.bfloat16).cpu() for name, data in blocks.items()}
+    save_file({**base, **expanded}, str(folder / f"{qtype}-expanded.safetensors"))
 
 
 def to_the_gpu(file: Path, mode: str, reserve_gb: int) -> None:

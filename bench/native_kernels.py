@@ -26,7 +26,7 @@ from timing import median_ms, same_bits
 load_package()
 
 from ernie_fast.kernels.backend import FLOAT_DTYPES  # noqa: E402
-from ernie_fast.kernels.gguf.eager import FP8_MAX, scales_of  # noqa: E402
+from ernie_fast.kernels.fp8 import FP8_MAX, scales_of  # noqa: E402
 from ernie_fast.kernels.native import eager, ops  # noqa: E402
 
 SHAPE = (4096, 12288)

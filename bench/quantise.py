@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loaders import MODES, load_package, measure, save, start_comfyui
+from loaders import MODES, load_package, measure, save, start_comfyui, write_checkpoints, write_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -27,26 +27,6 @@ if TYPE_CHECKING:
 WEIGHT_FORMATS = ("as stored", "fp8", "fp8_rowwise", "int8_convrot", "mxfp8", "nvfp4", "convrot_w4a4", "svdquant_w4a4")
 GGUF_TYPES = ("Q4_K", "Q8_0")
 LAYERS = ("layers.0.self_attention.to_q", "layers.17.mlp.up_proj", "layers.35.mlp.linear_fc2")
-
-
-def write_gguf(folder: Path, qtype: str) -> None:
-    """Write the BF16 file's weights as GGUF."""
-    import gguf
-    import torch
-    from ernie_fast.kernels.gguf import encode
-    from safetensors import safe_open
-
-    writer = gguf.GGUFWriter(str(folder / f"{qtype}.gguf"), "wan")
-    with safe_open(folder / "bf16.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            tensor = file.get_tensor(name)
-            kind = qtype if name.startswith("layers.") and tensor.dim() == 2 else "BF16"
-            data = encode.quantize(tensor.cuda(), qtype).cpu() if kind == qtype else tensor.contiguous().view(torch.uint8)
-            writer.add_tensor(name, data.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def weights_on_gpu(patcher: Any) -> dict[str, torch.Tensor]:
@@ -158,13 +138,12 @@ def main() -> None:
     parser.add_argument("--step", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.step == "write":
-        from loaders import write_checkpoints
-
         write_checkpoints(arguments.folder, ["bf16"])
-        load_package()
         write_lora(arguments.folder)
+        from safetensors.torch import load_file
+
         for qtype in set(GGUF_TYPES) & set(arguments.formats):
-            write_gguf(arguments.folder, qtype)
+            write_gguf(arguments.folder / f"{qtype}.gguf", load_file(arguments.folder / "bf16.safetensors"), qtype)
         return
     if arguments.step == "run":
         return run(arguments.folder, arguments.formats)

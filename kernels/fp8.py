@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-FP8_MAX = 448.0
+FP8_MAX = 448.0  # largest float8_e4m3fn
 # cuBLAS wants rows of whole 16-byte pieces.
 _MULTIPLE = 16
 
@@ -23,14 +23,14 @@ def quantise_rowwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns: (float8_e4m3fn (rows, columns), float32 (rows, 1)); x is about their product. The scale of a zero row is 1.
     """
-    scale = row_scales(x)
+    scale = scales_of(x.abs().amax(dim=-1, keepdim=True).float())
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 
 
-def row_scales(x: torch.Tensor) -> torch.Tensor:
-    """Return amax(|row|) / 448 as float32 (rows, 1); 1 for a row of zeros."""
-    scale = x.abs().amax(dim=-1, keepdim=True).float() / FP8_MAX
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+def scales_of(absmax: torch.Tensor) -> torch.Tensor:
+    """Return the scales that map absmax, float32 of any shape, to the largest FP8 number; 1 for a row of zeros."""
+    # Divided by a tensor: by a Python number CUDA multiplies with 1/448, which can differ from the CPU in the last bit.
+    return torch.where(absmax == 0, 1.0, absmax / torch.full_like(absmax, FP8_MAX))
 
 
 def dequantise_rowwise(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

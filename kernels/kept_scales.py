@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import int4
 from .kept_codes import FP4, FP8, INT4, INT8, TILE, Raise, doubled, store
+from .native.eager import E2M1_VALUES, unpack_e2m1
 from .rounding import E2M1, E4M3, ceil_log2, power_of_two, round_small_float
 
 _NVFP4_GROUP = 16
 _MXFP8_GROUP = 32
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def requantize_fp8(qdata: Tensor, scale: Tensor, x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -120,15 +121,9 @@ def requantize_int4(qdata: Tensor, scale: Tensor, x: Tensor, seed: int | None, r
 
     def read(rows: slice) -> tuple[Tensor, Tensor]:
         old = convrot.dequantize_convrot_w4a4_weight(qdata[rows], scale[rows], rotation, output_dtype=dtype)
-        # Shifting left, then right, copies the sign of the low half; `uint8` has no such shift.
-        value = torch.stack([(qdata[rows] << 4) >> 4, qdata[rows] >> 4], dim=-1).flatten(1).float()
-        return value, _rotated(_change(x, old, rows), rotation)
+        return int4.unpack(qdata[rows]).float(), _rotated(_change(x, old, rows), rotation)
 
-    def pack(codes: Tensor) -> Tensor:
-        halves = codes.to(torch.int8)
-        return (halves[:, 0::2] & 15) | (halves[:, 1::2] << 4)
-
-    return store(qdata, scale, len(qdata), read, pack, INT4, _peak_over(INT4.high), seed)
+    return store(qdata, scale, len(qdata), read, int4.pack, INT4, _peak_over(INT4.high), seed)
 
 
 def requantize_nvfp4(
@@ -162,7 +157,7 @@ def requantize_nvfp4(
 
     def read(part: slice) -> tuple[Tensor, Tensor]:
         old = kitchen.dequantize_nvfp4(qdata[part], scale, tiles[part.start : _to_tile(part.stop)], dtype)
-        return _read_e2m1(qdata[part]), _change(x, old, part)
+        return unpack_e2m1(qdata[part], torch.float32), _change(x, old, part)
 
     def raised(peak: Tensor, _: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         # comfy-kitchen, quantize_nvfp4: amax / 6 / global scale, rounded to E4M3.
@@ -245,15 +240,9 @@ def _rotated(change: Tensor, rotation: int) -> Tensor:
     return module._rotate_weight(change, hadamard, rotation)
 
 
-def _read_e2m1(qdata: Tensor) -> Tensor:
-    """Return the numbers (rows, C) of E2M1 codes uint8 (rows, C / 2)."""
-    table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=qdata.device)
-    return table[torch.stack([qdata >> 4, qdata & 15], dim=-1).flatten(1).int()]
-
-
 def _pack_e2m1(codes: Tensor) -> Tensor:
-    """Inverse of `_read_e2m1`."""
-    table = torch.tensor(_E2M1_VALUES, device=codes.device)
+    """Inverse of `unpack_e2m1`."""
+    table = torch.tensor(E2M1_VALUES, device=codes.device)
     halves = torch.bucketize(codes.abs(), table).to(torch.uint8) | (codes.signbit().to(torch.uint8) << 3)
     return (halves[:, 0::2] << 4) | halves[:, 1::2]
 

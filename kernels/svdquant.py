@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import int4
 from .kept_codes import INT4, store
 
 GROUP_SIZE = 64
@@ -139,7 +140,7 @@ def search_smooth(w: Tensor, act_absmax: Tensor, rank: int, dtype: torch.dtype =
 def dequantize(weight: SVDQuantWeight) -> Tensor:
     """Return the weight (N, K) as float32, with the branch and without the smoothing."""
     rows, groups = weight.qweight.shape[0], weight.wscales.shape[0]
-    codes = _unpack(weight.qweight).view(rows, groups, -1)
+    codes = int4.unpack(weight.qweight).view(rows, groups, -1)
     residual = (codes * weight.wscales.T.float().unsqueeze(-1)).view(rows, -1)
     return residual.div_(weight.smooth_factor.float()).addmm_(weight.proj_up.float(), weight.proj_down.float().T)
 
@@ -167,13 +168,13 @@ def requantize(weight: SVDQuantWeight, x: Tensor, seed: int | None = 0) -> SVDQu
             weight.qweight[rows], weight.wscales[:, rows], weight.proj_down, weight.proj_up[rows], weight.smooth_factor
         )
         change = x[rows].detach().float() - dequantize(part).to(x.dtype).float()
-        return _unpack(part.qweight), change * smooth
+        return int4.unpack(part.qweight).float(), change * smooth
 
     def raised(peak: Tensor, _: Tensor, __: torch.Generator | None) -> tuple[Tensor, Tensor]:
         return peak / _CODE_MAX, peak
 
     scales = weight.wscales.T.contiguous()
-    data, scales = store(weight.qweight, scales, shape[0], read, _pack, INT4, raised, seed)
+    data, scales = store(weight.qweight, scales, shape[0], read, int4.pack, INT4, raised, seed)
     return SVDQuantWeight(data, scales.T.contiguous(), weight.proj_down, weight.proj_up, weight.smooth_factor)
 
 
@@ -195,7 +196,7 @@ def expanded_linear(x: Tensor, weight: SVDQuantWeight, bias: Tensor | None = Non
         (..., N) in the dtype of `x`.
     """
     rows, groups = weight.qweight.shape[0], weight.wscales.shape[0]
-    codes = torch.stack([(weight.qweight << 4) >> 4, weight.qweight >> 4], dim=-1).view(rows, groups, -1)
+    codes = int4.unpack(weight.qweight).view(rows, groups, -1)
     residual = (codes.to(x.dtype) * weight.wscales.T.to(x.dtype).unsqueeze(-1)).view(rows, -1)
     residual /= weight.smooth_factor.to(x.dtype)
     out = torch.nn.functional.linear(x, residual, None if bias is None else bias.to(x.dtype))
@@ -253,7 +254,7 @@ def _fit(w: Tensor, smooth: Tensor, rank: int, dtype: torch.dtype, refits: int) 
         stored = (codes.view(*scales.shape, -1) * scales.float().unsqueeze(-1)).view_as(w)
         error = float((residual - stored).square().sum())
         if not fitted or error < least:
-            fitted = [SVDQuantWeight(_pack(codes), scales.T.contiguous(), proj_down, proj_up, factor)]
+            fitted = [SVDQuantWeight(int4.pack(codes), scales.T.contiguous(), proj_down, proj_up, factor)]
         if error >= least * (1 - _REFIT_GAIN):
             break
         target, least = smoothed - stored, error
@@ -333,18 +334,6 @@ def _smoothquant(w: Tensor, sizes: Tensor, alpha: float) -> Tensor:
     logarithm = alpha * torch.where(known, sizes, 1.0).log() - (1 - alpha) * torch.where(known, weights, 1.0).log()
     mean = (logarithm * known).sum() / known.sum().clamp(min=1)
     return torch.where(known, logarithm - mean, 0.0).exp().clamp(1 / _SMOOTH_MAX, _SMOOTH_MAX)
-
-
-def _pack(codes: Tensor) -> Tensor:
-    """Return int8 (rows, K / 2) for codes (rows, K), the even column in the low half."""
-    halves = codes.to(torch.int8)
-    return (halves[:, 0::2] & 15) | (halves[:, 1::2] << 4)
-
-
-def _unpack(qweight: Tensor) -> Tensor:
-    """Inverse of `_pack`, as float32."""
-    # Shifting left, then right, copies the sign of the low half.
-    return torch.stack([(qweight << 4) >> 4, qweight >> 4], dim=-1).flatten(1).float()
 
 
 def _check(weight: Tensor, rank: int, smooth: Tensor | None, act_absmax: Tensor | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,25 @@ def model(small_file: Path) -> Any:
     from ernie_fast.nodes.model.build import load_model
 
     return load_model(small_file)
+
+
+@pytest.fixture
+def core_loader(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """ComfyUI's own Load Diffusion Model. It builds the released size only, so the small sizes are put into what its
+    detection returns; everything else is its unchanged code."""
+    import comfy.model_detection
+    from ernie_files import SIZES
+
+    import nodes as core_nodes
+
+    detect = comfy.model_detection.detect_unet_config
+
+    def detect_with_sizes(*args: Any, **kwargs: Any) -> Any:
+        config = detect(*args, **kwargs)
+        return {**config, **SIZES} if config else config
+
+    monkeypatch.setattr(comfy.model_detection, "detect_unet_config", detect_with_sizes)
+    return lambda name: core_nodes.UNETLoader().load_unet(name, "default")[0]
 
 
 @pytest.fixture

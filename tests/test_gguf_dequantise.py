@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import subprocess
 import sys
 
@@ -15,6 +13,7 @@ import torch
 from conftest import ROOT
 from ernie_fast.kernels.gguf import eager, ops
 from ernie_fast.kernels.gguf.qtypes import QTYPES
+from triton_process import checked_by_interpreter
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Where a block keeps its fp16 numbers; a type that is not named here has one, at byte 0.
@@ -71,21 +70,8 @@ def check_triton(qtype: str) -> dict[str, bool]:
 
 @functools.cache
 def triton_results() -> dict[str, dict[str, bool]]:
-    """Run `check_triton` for all types in one process: the interpreter must be chosen before Triton is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed here")
-    code = (
-        "import sys, json; sys.path.insert(0, sys.argv[1]); import conftest, test_gguf_dequantise as t; "
-        "print(json.dumps({name: t.check_triton(name) for name in t.QTYPES}))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "tests")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    """Run `check_triton` for all types, once."""
+    return checked_by_interpreter("test_gguf_dequantise", "QTYPES")
 
 
 def test_table_of_types_equals_gguf_py():

@@ -17,7 +17,6 @@ from ernie_fast.nodes.model.build import load_model
 from ernie_fast.nodes.model.checkpoint import CheckpointError, open_checkpoint
 from ernie_fast.nodes.model.probe import probe_model
 from ernie_files import (
-    SIZES,
     ernie_state_dict,
     is_block_linear,
     old_scaled_fp8,
@@ -43,20 +42,6 @@ FORMATS = {
 @pytest.fixture(scope="module")
 def sd():
     return ernie_state_dict()
-
-
-@pytest.fixture
-def core_loader(monkeypatch):
-    """ComfyUI's own Load Diffusion Model. It builds the released size only, so the small sizes are put into what its
-    detection returns; everything else is its unchanged code."""
-    detect = comfy.model_detection.detect_unet_config
-
-    def detect_with_sizes(*args, **kwargs):
-        config = detect(*args, **kwargs)
-        return {**config, **SIZES} if config else config
-
-    monkeypatch.setattr(comfy.model_detection, "detect_unet_config", detect_with_sizes)
-    return lambda name: core_nodes.UNETLoader().load_unet(name, "default")[0]
 
 
 def ours(name: str, compute: str = "auto"):

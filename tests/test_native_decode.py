@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy_kitchen.backends.eager import quantization as kitchen
-from conftest import ROOT
 from ernie_fast.kernels.native import eager, ops
+from triton_process import checked_by_interpreter
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # name -> ComfyUI's word for the format, and the options of its quantiser.
@@ -160,21 +156,8 @@ def check_triton(name: str) -> dict[str, list[str]]:
 
 @functools.cache
 def triton_results() -> dict[str, dict[str, list[str]]]:
-    """Run `check_triton` for all formats in one process: the interpreter must be chosen before Triton is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed here")
-    code = (
-        "import sys, json; sys.path.insert(0, sys.argv[1]); import conftest, test_native_decode as t; "
-        "print(json.dumps({name: t.check_triton(name) for name in t.FORMATS}))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "tests")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    """Run `check_triton` for all formats, once."""
+    return checked_by_interpreter("test_native_decode", "FORMATS")
 
 
 @pytest.mark.parametrize("name", FORMATS)

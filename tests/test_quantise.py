@@ -6,7 +6,6 @@ import hashlib
 import json
 from pathlib import Path
 
-import comfy.model_detection
 import comfy.model_management
 import comfy.ops
 import folder_paths
@@ -22,12 +21,10 @@ from ernie_fast.nodes.model.architecture import BOUNDARY_LINEARS
 from ernie_fast.nodes.model.build import load_model
 from ernie_fast.nodes.model.checkpoint import CheckpointError, open_checkpoint
 from ernie_fast.nodes.model.quantise import WEIGHT_FORMATS, QuantisePolicy
-from ernie_files import SIZES, ernie_state_dict, quantised, save
+from ernie_files import ernie_state_dict, quantised, save
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sampling import paint
-
-import nodes as core_nodes
 
 NATIVE = [name for name, chosen in WEIGHT_FORMATS.items() if chosen.format in QUANT_ALGOS]
 
@@ -47,19 +44,6 @@ def output(tmp_path, monkeypatch, models):
         folder_paths.folder_names_and_paths, "diffusion_models", ([*paths, str(folder / "diffusion_models")], extensions)
     )
     return folder / "diffusion_models"
-
-
-@pytest.fixture
-def core_loader(monkeypatch):
-    """ComfyUI's own Load Diffusion Model; only the small sizes are put into what its detection returns."""
-    detect = comfy.model_detection.detect_unet_config
-
-    def detect_with_sizes(*args, **kwargs):
-        config = detect(*args, **kwargs)
-        return {**config, **SIZES} if config else config
-
-    monkeypatch.setattr(comfy.model_detection, "detect_unet_config", detect_with_sizes)
-    return lambda name: core_nodes.UNETLoader().load_unet(name, "default")[0]
 
 
 def quantised_names(model) -> set[str]:

@@ -11,37 +11,40 @@ from .fields import LAYOUTS, Grid, codebook, grid, with_codes
 CHUNK = 1 << 21  # weights at a time: ten float32 temporaries of that size are 84 MB
 
 
-def round_linear(qtype: str, blocks: Tensor, x: Tensor, threshold: Tensor | float = NEAREST) -> Tensor:
-    """Return a copy of `blocks` whose codes are the roundings of `x` on its grid; see `requantise.requantize`.
+def round_linear(qtype: str, blocks: Tensor, x: Tensor) -> Tensor:
+    """Return a copy of `blocks` whose codes are those nearest to `x` on its grid.
 
     Args:
         blocks: uint8 (N, type_size) of the linear type `qtype`.
         x: float32 (N, block_size).
-        threshold: see `rounding.upwards`; 0.5 rounds to nearest.
     """
     present = grid(qtype, blocks)
-    return with_codes(qtype, blocks, rounded_codes(qtype, present, x.view(present.codes.shape), threshold))
+    return with_codes(qtype, blocks, rounded_codes(qtype, present, x.view(present.codes.shape), NEAREST))
 
 
 def rounded_codes(qtype: str, present: Grid, x: Tensor, threshold: Tensor | float) -> Tensor:
-    """Return the codes of `x`, of the shape of the present ones, on the present grid."""
-    layout = LAYOUTS[qtype]
+    """Return the codes of `x`, of the shape of the present ones, on the present grid; `threshold` as in `rounding.upwards`."""
+    layout, levels = LAYOUTS[qtype], levels_of(qtype, present.codes)
+    move = _move(present, levels, x)
     if layout.codebook:
-        codes = _codebook_codes(present, x, threshold)
+        codes = _codebook_codes(levels, move, threshold)
     else:
-        move = _move(present, present.codes, x)
         codes = (present.codes + (move + upwards(move, threshold)).floor()).clamp(layout.lowest, layout.highest)
     return torch.where(present.scale == 0, present.codes, codes)
 
 
-def beyond_range(qtype: str, blocks: Tensor, x: Tensor) -> Tensor:
+def levels_of(qtype: str, codes: Tensor) -> Tensor:
+    """Return what the scale of a block multiplies for each code: the code itself, or its entry in the codebook."""
+    return codebook(codes.device)[codes.int()] if LAYOUTS[qtype].codebook else codes
+
+
+def beyond_range(qtype: str, present: Grid, x: Tensor) -> Tensor:
     """Return bool (N,): which blocks have a weight more than one code beyond what their scales can hold; arguments as above."""
-    layout, present = LAYOUTS[qtype], grid(qtype, blocks)
+    layout, levels = LAYOUTS[qtype], levels_of(qtype, present.codes)
     book = codebook(x.device) if layout.codebook else None
-    levels = present.codes if book is None else book[present.codes.int()]
     low, high = (layout.lowest, layout.highest) if book is None else (book[0], book[-1])
     slack = 1 if book is None else book[-1] - book[-2]
-    move = _move(present, levels, x.view(present.codes.shape))
+    move = _move(present, levels, x)
     target = levels + move
     return ((move != 0) & ((target > high + slack) | (target < low - slack))).flatten(1).any(1)
 
@@ -56,11 +59,9 @@ def _move(present: Grid, levels: Tensor, x: Tensor) -> Tensor:
     return torch.where(move.isnan() | (present.scale == 0), 0.0, move)
 
 
-def _codebook_codes(present: Grid, x: Tensor, threshold: Tensor | float) -> Tensor:
-    """Return int16 codes of `x` among the two codebook levels around it."""
-    book = codebook(x.device)
-    levels = book[present.codes.int()]
-    move = _move(present, levels, x)
+def _codebook_codes(levels: Tensor, move: Tensor, threshold: Tensor | float) -> Tensor:
+    """Return int16 codes of weights that move away from `levels`, among the two codebook levels around them."""
+    book = codebook(move.device)
     target = levels + move
     below = (torch.bucketize(target, book, right=True) - 1).clamp_(0, len(book) - 2)
     part = (target - book[below]) / (book[below + 1] - book[below])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..fp8 import FP8_MAX, scales_of
 from . import eager_iq, eager_k
 from .qtypes import QTYPES
 
@@ -34,7 +35,6 @@ DECODERS: dict[str, Decoder] = {
     "IQ2_S": eager_iq.iq2_s,
     "IQ4_XS": eager_iq.iq4_xs,
 }
-FP8_MAX = 448.0  # largest float8_e4m3fn
 # Weights decoded at once. The most wasteful types take 15 bytes of temporaries a weight, so 2**23 take 126 MB.
 CHUNK = 1 << 23
 
@@ -61,12 +61,6 @@ def dequantize(data: torch.Tensor, qtype: str, dtype: torch.dtype) -> torch.Tens
     for rows, values in _rows_in_chunks(data, qtype):
         flat[rows] = values
     return out
-
-
-def scales_of(absmax: torch.Tensor) -> torch.Tensor:
-    """Return the scales that map absmax (rows,) float32 to the largest FP8 number; 1 for a row of zeros."""
-    # Divided by a tensor: by a Python number CUDA multiplies with 1/448, which can differ from the CPU in the last bit.
-    return torch.where(absmax == 0, 1.0, absmax / torch.full_like(absmax, FP8_MAX))
 
 
 def row_scales(data: torch.Tensor, qtype: str) -> torch.Tensor:

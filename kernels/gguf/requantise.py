@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..rounding import NEAREST, change_threshold
-from .codes import CHUNK, beyond_range, round_linear, rounded_codes
+from .codes import CHUNK, beyond_range, levels_of, rounded_codes
 from .encode import encode_blocks
-from .fields import LAYOUTS, codebook, grid
+from .fields import LAYOUTS, grid, with_codes
 from .fields_iq import VECTOR_LAYOUTS, magnitudes
 from .qtypes import QTYPES
 
@@ -56,8 +56,10 @@ def requantize(data: Tensor, qtype: str, x: Tensor, seed: int | None = 0) -> Ten
         blocks = data[i : i + step].reshape(-1, kind.type_size)
         weights = x[i : i + step].detach().float().reshape(-1, kind.block_size)
         if qtype in LAYOUTS:
-            new = round_linear(qtype, blocks, weights, threshold)
-            beyond = beyond_range(qtype, blocks, weights)
+            present = grid(qtype, blocks)
+            wanted = weights.view(present.codes.shape)
+            new = with_codes(qtype, blocks, rounded_codes(qtype, present, wanted, threshold))
+            beyond = beyond_range(qtype, present, wanted)
             if beyond.any():
                 new[beyond] = encode_blocks(qtype, weights[beyond].nan_to_num(0.0))
         else:
@@ -72,12 +74,11 @@ def _threshold(data: Tensor, qtype: str, x: Tensor) -> Tensor:
     rows = slice(None, None, max(1, x.numel() // _SAMPLE))
     present = grid(qtype, data[rows].reshape(-1, kind.type_size))
     wanted = x[rows].detach().float().reshape(present.codes.shape)
-    levels = codebook(x.device)[present.codes.int()] if LAYOUTS[qtype].codebook else present.codes
+    levels = levels_of(qtype, present.codes)
     change = torch.nan_to_num(wanted - (present.scale * levels + present.offset), 0.0, 0.0, 0.0)
 
     def stored(threshold: Tensor) -> Tensor:
-        codes = rounded_codes(qtype, present, wanted, threshold)
-        return (codebook(x.device)[codes.int()] - levels if LAYOUTS[qtype].codebook else codes - levels) * present.scale
+        return (levels_of(qtype, rounded_codes(qtype, present, wanted, threshold)) - levels) * present.scale
 
     return change_threshold(stored, change)
 

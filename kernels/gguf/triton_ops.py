@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..fp8 import scales_of
 from ..triton_rounding import round_to, target_of
-from .eager import scales_of
 from .eager_iq import TABLES, table
 from .qtypes import QTYPES
 from .triton_decode import GROUP_16, decode

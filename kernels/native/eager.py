@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gguf.eager import FP8_MAX, scales_of
+from ..fp8 import FP8_MAX, scales_of
 
 # Weights that share a block scale: OCP Microscaling Formats (MX) v1.0, section 5.2, and NVIDIA's NVFP4. An INT8 weight has none.
 GROUPS = {"nvfp4": 16, "mxfp8": 32}
@@ -23,7 +23,7 @@ GROUPS = {"nvfp4": 16, "mxfp8": 32}
 TILE_ROWS, TILE_COLUMNS = 128, 4
 # Weights decoded at once. NVFP4 takes 20 bytes of temporaries a weight, so 2**23 take 168 MB.
 CHUNK = 1 << 23
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # MX v1.0, section 5.3.3; the codes from 8 on are negative
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # MX v1.0, section 5.3.3; the codes from 8 on are negative
 
 
 class Weight(NamedTuple):
@@ -62,6 +62,12 @@ def _untiled(weight: Weight) -> Tensor:
     return tiles.reshape(-1, across * TILE_COLUMNS)[: weight.shape[0], :groups]
 
 
+def unpack_e2m1(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers (rows, C) of E2M1 codes, uint8 (rows, C / 2), the even column in the high half, in `dtype`."""
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=dtype, device=data.device)
+    return table[torch.stack([data >> 4, data & 15], dim=-1).flatten(1).int()]
+
+
 def _per_group(values: Tensor, scales: Tensor) -> Tensor:
     """Multiply (rows, C) by the scales (rows, groups) of its groups."""
     groups = values.view(*scales.shape, -1)
@@ -72,15 +78,13 @@ def _chunks(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
     """Yield (rows, their weights (len, I)): in float32, or for NVFP4 in `dtype`."""
     data, scale, (rows, columns) = weight.data, weight.scale, weight.shape
     blocks = _untiled(weight) if weight.block_scale is not None else None
-    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=dtype, device=data.device)
     step = max(1, CHUNK // max(1, columns))
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         if weight.format == "nvfp4":
             assert scale is not None
             assert blocks is not None
-            values = table[torch.stack([data[part] >> 4, data[part] & 15], dim=-1).flatten(1).int()]
-            values = _per_group(values, scale.to(dtype) * blocks[part].view(torch.float8_e4m3fn).to(dtype))
+            values = _per_group(unpack_e2m1(data[part], dtype), scale.to(dtype) * blocks[part].view(torch.float8_e4m3fn).to(dtype))
         elif weight.format == "mxfp8":
             assert blocks is not None
             # The byte is a float32's exponent. So 0 stands for 0, and 255 for infinity, where MX has 2**-127 and NaN.

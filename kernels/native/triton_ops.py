@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gguf.eager import scales_of
+from ..fp8 import scales_of
 from ..triton_rounding import bfloat16_bits, casts_natively, round_to, target_of
 from .eager import GROUPS, TILE_COLUMNS, Weight, stored_columns
 

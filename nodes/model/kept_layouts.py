@@ -19,6 +19,15 @@ _Stored = tuple[torch.Tensor, dict[str, torch.Tensor]]
 _Requantise = Callable[[torch.Tensor, Any, torch.Tensor, int], _Stored]
 
 
+class KeepsGrid:
+    """Part of a layout whose `quantize` takes `grid`: the weight before a change, on the scales of which the changed one is stored."""
+
+    @classmethod
+    def requantize_kwargs(cls, qtensor: QuantizedTensor) -> dict[str, Any]:
+        """Return what `quantize` needs to know of the weight before the change."""
+        return {"grid": qtensor}
+
+
 def _fp8(data: torch.Tensor, params: Any, x: torch.Tensor, seed: int) -> _Stored:
     data, scale = kept_scales.requantize_fp8(data, params.scale, x, seed)
     return data, {"scale": scale}
@@ -48,7 +57,7 @@ def _int4(data: torch.Tensor, params: Any, x: torch.Tensor, seed: int) -> _Store
 def _with_kept_scales(base: Any, requantise: _Requantise) -> Any:
     """Return ComfyUI's layout class `base` with a `quantize` that keeps the scales of the weight before the change."""
 
-    class Layout(base):
+    class Layout(KeepsGrid, base):
         @classmethod
         def quantize(cls, tensor: torch.Tensor, *args: Any, grid: QuantizedTensor | None = None, **options: Any) -> Any:
             if grid is None:
@@ -56,10 +65,6 @@ def _with_kept_scales(base: Any, requantise: _Requantise) -> Any:
             seed = options.get("stochastic_rounding") or 0
             data, scales = requantise(grid._qdata, grid._params, tensor, seed)
             return data, dataclasses.replace(grid._params, orig_dtype=tensor.dtype, **scales)
-
-        @classmethod
-        def requantize_kwargs(cls, qtensor: QuantizedTensor) -> dict[str, Any]:
-            return {"grid": qtensor}
 
     return Layout
 

@@ -17,10 +17,11 @@ from comfy_kitchen.tensor.base import BaseLayoutParams
 from ...kernels import fp8, kept_scales, svdquant
 from ...kernels.gguf import ops
 from ...kernels.gguf.requantise import requantize
+from .kept_layouts import KeepsGrid
 from .storage import GGUF, ROW_FP8, SVDQUANT
 
 
-class GGUFLayout(QuantizedLayout):
+class GGUFLayout(KeepsGrid, QuantizedLayout):
     """GGUF blocks: uint8 (O, bytes per row), scales inside the blocks."""
 
     @dataclass(frozen=True)
@@ -63,11 +64,6 @@ class GGUFLayout(QuantizedLayout):
         return data, cls.Params(params.qtype, tensor.dtype, tuple(tensor.shape))
 
     @classmethod
-    def requantize_kwargs(cls, qtensor: QuantizedTensor) -> dict[str, Any]:
-        """Return what `quantize` needs to know of the weight before the change."""
-        return {"grid": qtensor}
-
-    @classmethod
     def dequantize(cls, qdata: torch.Tensor, params: Params) -> torch.Tensor:
         """Return the weight (O, I) in `params.orig_dtype`."""
         return ops.dequantize(qdata, params.qtype, params.orig_dtype)
@@ -88,7 +84,7 @@ class GGUFLayout(QuantizedLayout):
         return False
 
 
-class RowFP8Layout(QuantizedLayout):
+class RowFP8Layout(KeepsGrid, QuantizedLayout):
     """FP8 (E4M3) with one float32 scale per output row: weight (O, I), scale (O, 1)."""
 
     MIN_SM_VERSION = (8, 9)
@@ -107,11 +103,6 @@ class RowFP8Layout(QuantizedLayout):
         else:
             data, scale = kept_scales.requantize_fp8(grid._qdata, grid._params.scale, tensor, stochastic_rounding or 0)
         return data, cls.Params(scale, tensor.dtype, tuple(tensor.shape))
-
-    @classmethod
-    def requantize_kwargs(cls, qtensor: QuantizedTensor) -> dict[str, Any]:
-        """Return what `quantize` needs to know of the weight before the change."""
-        return {"grid": qtensor}
 
     @classmethod
     def dequantize(cls, qdata: torch.Tensor, params: Params) -> torch.Tensor:
@@ -135,7 +126,7 @@ class RowFP8Layout(QuantizedLayout):
         return out.reshape(*x.shape[:-1], -1)
 
 
-class SVDQuantLayout(TensorCoreSVDQuantW4A4Layout):
+class SVDQuantLayout(KeepsGrid, TensorCoreSVDQuantW4A4Layout):
     """comfy-kitchen's SVDQuant W4A4, with the quantiser, the expansion and the CPU's float32 that it lacks."""
 
     @classmethod
@@ -151,11 +142,6 @@ class SVDQuantLayout(TensorCoreSVDQuantW4A4Layout):
             stored.wscales, tensor.dtype, tuple(tensor.shape), stored.proj_down, stored.proj_up, stored.smooth_factor
         )
         return stored.qweight, params
-
-    @classmethod
-    def requantize_kwargs(cls, qtensor: QuantizedTensor) -> dict[str, Any]:
-        """Return what `quantize` needs to know of the weight before the change."""
-        return {"grid": qtensor}
 
     @classmethod
     def dequantize(cls, qdata: torch.Tensor, params: Any) -> torch.Tensor:
